@@ -31,7 +31,7 @@ LAYERS = (
 )
 
 # Within commands/ the name of a file says what it may import.
-OPTIONS = re.compile(r"commands\.(\w+\.options(\.\w+)?|account|attn|flash|show|slurm)")
+OPTIONS = re.compile(r"commands\.(\w+\.options(\.\w+)?|account(\.subcommands)?|attn|flash|show|slurm)")
 TABLES = re.compile(r"commands\.\w+\.((\w+_)?tables(\.\w+)?|page|snapshots)")
 
 # Libraries, and a room of ours, that only the named modules (or rooms) may import.
@@ -215,7 +215,7 @@ def test_a_wrong_import_is_found(module, source):
     [
         ("commands.tune.measure", "from cs336sys.commands.bench.measure import training_outcome"),
         ("commands.report.answer", "from cs336sys.commands.bench.tables import bench_tables"),
-        ("commands.account.options.model", "from cs336sys.command_line.options.reading import split_list"),
+        ("commands.account.subcommands", "from cs336sys.command_line.options.reading import split_list"),
         ("kernels.attention.choice", "from cs336sys.kernels.attention.hopper import settings"),
         ("kernels.attention.hopper.plans", "from cs336sys.kernels.attention.triton.plans import BackwardPlan"),
     ],

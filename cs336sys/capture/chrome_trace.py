@@ -17,26 +17,8 @@ from typing import Any, TextIO
 
 import numpy as np
 
-from cs336sys.capture.capture import (
-    COLLECTIVE_ARGUMENT,
-    EVENTS,
-    FILE_BYTES,
-    LATEST_NS,
-    READING_S,
-    RECEIVE,
-    SEND,
-    TOO_SLOW,
-    Calls,
-    Capture,
-    CollectiveRecord,
-    DeviceWork,
-    Operations,
-    Ranges,
-    Texts,
-    collective_bytes,
-    collective_kind,
-    say_capture,
-)
+from cs336sys.capture import capture as captures
+from cs336sys.capture.capture import LATEST_NS, Calls, Capture, DeviceWork, Operations, Ranges, Texts, say_capture
 from cs336sys.capture.intervals import Nested, first_rows
 from cs336sys.errors import UsageError
 from cs336sys.results.foreign import MIB, printable
@@ -74,7 +56,10 @@ def load_trace(path: Path) -> Capture:
         encoding = "utf-16" if buffered.peek(2)[:2] in UTF16_MARKS else "utf-8-sig"
         events = _Events(io.TextIOWrapper(buffered, encoding=encoding, errors="replace"))
         for event in events:
-            loader.add(event)
+            try:
+                loader.add(event)
+            except (ArithmeticError, ValueError, KeyError, TypeError, AttributeError):  # It makes no sense.
+                loader.unreadable += 1
     distributed = events.value("distributedInfo", {})
     rank = _column_value(distributed.get("rank"))
     return loader.capture(
@@ -108,7 +93,7 @@ def _open_decompressed(path: Path) -> Any:
 def _check_expansion(path: Path) -> None:
     """Refuse a compressed file that holds far more than traces do, before anything in it is decoded."""
     size = path.stat().st_size
-    limit = min(FILE_BYTES, max(_EXPANDED_FREELY_BYTES, _MOST_EXPANSION * size))
+    limit = min(captures.FILE_BYTES, max(_EXPANDED_FREELY_BYTES, _MOST_EXPANSION * size))
     expanded_bytes = 0
     with _open_decompressed(path) as stream:
         is_compressed = not isinstance(stream, io.FileIO)  # A plain file is opened as one.
@@ -138,7 +123,7 @@ class _Loader:
         self.ranges, self.operations, self.modules = array("q"), array("q"), array("q")
         self.texts = Texts()
         self.processes: dict[Any, int] = {}
-        self.collectives: list[CollectiveRecord] = []
+        self.collectives: list[captures.CollectiveRecord] = []
         # Places in `collectives` by the number of the operator that launched the collective.
         self.collective_of_operator: dict[int, int] = {}
         self.foreign_accelerator = ""
@@ -148,21 +133,18 @@ class _Loader:
         self._open_begins: dict[tuple[Any, Any], list[dict[str, Any]]] = {}  # By process and thread, the inner last.
 
     def add(self, event: dict[str, Any]) -> None:
-        """Sort one event; one that makes no sense is counted."""
-        try:
-            self._add(event)
-        except (ArithmeticError, ValueError, KeyError, TypeError, AttributeError):
-            self.unreadable += 1
-
-    def _add(self, event: dict[str, Any]) -> None:
         """Sort one event by its phase ("ph": X is complete, B and E begin and end) and category."""
         phase = event.get("ph")
         if phase in ("B", "E"):
             event = self._join_begin_and_end(event)
         elif phase != "X":
             # An instant, of which those of torch's allocator are read.
-            if event.get("name") == "[memory]":
-                self._add_allocation(event.get("args", {}))
+            arguments = event.get("args", {}) if event.get("name") == "[memory]" else {}
+            allocated_bytes = arguments.get("Total Allocated")
+            # Device types of torch: 0 is the CPU.
+            if arguments.get("Device Type") and type(allocated_bytes) is int:
+                gpu = int(arguments.get("Device Id", 0))
+                self.peak_bytes[gpu] = max(allocated_bytes, self.peak_bytes.get(gpu, 0))
             return
         category = str(event.get("cat", _LEGACY_CATEGORIES.get(event.get("pid", ""))))
         if category in ("mtia_ccp_events", "hpu_op", "npu"):
@@ -194,13 +176,6 @@ class _Loader:
         arguments = (begin.get("args") or {}) | (event.get("args") or {})
         return event | begin | {"dur": float(event["ts"]) - float(begin["ts"]), "args": arguments}
 
-    def _add_allocation(self, arguments: Mapping[str, Any]) -> None:
-        allocated_bytes = arguments.get("Total Allocated")
-        # Device types of torch: 0 is the CPU.
-        if arguments.get("Device Type") and type(allocated_bytes) is int:
-            gpu = int(arguments.get("Device Id", 0))
-            self.peak_bytes[gpu] = max(allocated_bytes, self.peak_bytes.get(gpu, 0))
-
     def capture(self, *, unreadable: int, **about: Any) -> Capture:
         """Return the capture, or raise a UsageError: nothing in it is work, or nobody can say whose work it is."""
         work, calls, ranges = DeviceWork.of(self.work), Calls.of(self.calls), Ranges.of(self.ranges)
@@ -209,7 +184,16 @@ class _Loader:
         if is_gpu:  # Without what Gloo's threads do, which is no work of the GPU.
             _give_work_its_process(work, calls)
         else:
-            self._refuse_without_operations(calls, unreadable)
+            reasons = {
+                "foreign accelerator": self.foreign_accelerator,
+                "jax": self.is_jax,
+                "counters": self.has_counters,
+                "calls alone": len(calls),
+                "no operations": not len(self.operations),
+            }
+            for reason, applies in reasons.items():
+                if applies:  # There are no operations that could replace work, and this is why, if it shows.
+                    raise UsageError(say_capture(reason, category=self.foreign_accelerator, unreadable=unreadable))
             work, calls = _operations_as_work(operations, DeviceWork.of(self.gloo))
             ranges.process[:] = _PROCESS  # As the operations, whose process is not kept.
         # Where the kernel does not describe its collective, the operator that launched it may.
@@ -220,19 +204,6 @@ class _Loader:
             operations=operations, modules=Ranges.of(self.modules), collectives=self.collectives, is_gpu=is_gpu,
             peak_bytes=self.peak_bytes, unreadable=unreadable, **about,
         )  # fmt: skip
-
-    def _refuse_without_operations(self, calls: Calls, unreadable: int) -> None:
-        """Refuse a trace that has neither GPU work nor operations that could replace it, saying why if it shows."""
-        reasons = {
-            "foreign accelerator": self.foreign_accelerator,
-            "jax": self.is_jax,
-            "counters": self.has_counters,
-            "calls alone": len(calls),
-            "no operations": not len(self.operations),
-        }
-        for reason, applies in reasons.items():
-            if applies:
-                raise UsageError(say_capture(reason, category=self.foreign_accelerator, unreadable=unreadable))
 
     def _name(self, event: Mapping[str, Any]) -> int:
         return self.texts[event["name"]]
@@ -252,18 +223,18 @@ class _Loader:
 
     def _add_collective(self, arguments: Mapping[str, Any]) -> int:
         """Note the collective that an event's arguments describe, and return its place; -1 if they describe none."""
-        if COLLECTIVE_ARGUMENT not in arguments:
+        if captures.COLLECTIVE_ARGUMENT not in arguments:
             return -1
-        kind = collective_kind(str(arguments[COLLECTIVE_ARGUMENT]))
+        kind = captures.collective_kind(str(arguments[captures.COLLECTIVE_ARGUMENT]))
         peers = _column_value(arguments.get("Src Rank")), _column_value(arguments.get("Dst Rank"))
-        record = CollectiveRecord(
+        record = captures.CollectiveRecord(
             kind=kind,
             group=printable(f"{arguments.get('Process Group Name', '')} {arguments.get('Process Group Ranks', '')}"),
             sequence=_column_value(arguments.get("Seq", arguments.get("seq"))),
-            bytes=collective_bytes(arguments),
+            bytes=captures.collective_bytes(arguments),
             ranks=_column_value(arguments.get("Group size")),
             communication=printable(str(arguments.get("Comms Id", ""))),
-            peers=peers if min(peers) >= 0 and kind in (SEND, RECEIVE) else None,
+            peers=peers if min(peers) >= 0 and kind in (captures.SEND, captures.RECEIVE) else None,
         )
         self.collectives.append(record)
         return len(self.collectives) - 1
@@ -300,8 +271,8 @@ class _Loader:
         launch, gpu, size, operation = -1, 0, -1, -1  # And _PROCESS, as the operations with which it is analysed.
         row = (self._name(event), start, stop, _PROCESS, launch, gpu, stream, size, operation, collective)
         self.gloo.extend(row)
-        kind = collective_kind(event["name"].removeprefix(_GLOO))
-        self.collectives.append(CollectiveRecord(kind, bytes=collective_bytes(event["args"])))
+        kind = captures.collective_kind(event["name"].removeprefix(_GLOO))
+        self.collectives.append(captures.CollectiveRecord(kind, bytes=captures.collective_bytes(event["args"])))
 
     def _add_module(self, event: Mapping[str, Any], start: int, stop: int, thread: str) -> None:
         if event["name"].startswith("nn.Module: "):
@@ -375,7 +346,7 @@ class _Events:
     def __init__(self, stream: TextIO):
         self._stream = stream
         self._outside_events = ""
-        self._deadline = time.process_time() + READING_S
+        self._deadline = time.process_time() + captures.READING_S
         self.unreadable = 0
         self.is_cut = self._is_array = False
 
@@ -411,8 +382,9 @@ class _Events:
                             break
                     continue
             count += 1
-            if count > EVENTS:
-                raise UsageError(f"holds more than {EVENTS:,} events, the most that are read: profile fewer steps")
+            if count > captures.EVENTS:
+                most = f"{captures.EVENTS:,} events, the most that are read"
+                raise UsageError(f"holds more than {most}: profile fewer steps")
             if isinstance(event, dict):
                 yield event
         # After the events come a few lines, of which 4 MiB are more than all.
@@ -432,7 +404,7 @@ class _Events:
 
     def _read(self, characters: int) -> str:
         if time.process_time() > self._deadline:
-            raise UsageError(TOO_SLOW)
+            raise UsageError(captures.TOO_SLOW)
         return self._stream.read(characters)
 
     def value(self, key: str, default: Any) -> Any:

@@ -10,8 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from cs336sys.capture.analysis import Analysis, KernelGroup
-from cs336sys.capture.breakdown import IDLE_PARTS
+from cs336sys.capture.analysis import IDLE_PARTS, Analysis, KernelGroup
 from cs336sys.capture.taxonomy import short_name
 from cs336sys.results.model import Samples
 from cs336sys.results.statistics import SAME_PERCENT, compare_sides, difference
@@ -29,16 +28,11 @@ _QUARTILES_APART = 2 * NormalDist().inv_cdf(0.75) * math.sqrt(2)
 
 @dataclass(frozen=True)
 class SideTime:
-    """Time of a kernel, or of a part of a step (launching, the data loader, ...), in one capture.
+    """Time of a kernel, or of a part of a step (launching, the data loader, ...), in one capture."""
 
-    Attributes:
-        groups: its groups of kernels, for a part one of no kind; empty where the capture lacks it.
-        step_ms, counts: in each step, the time that is its alone, and how often it runs.
-    """
-
-    groups: Sequence[KernelGroup]
-    step_ms: Sequence[float]
-    counts: Sequence[float]
+    groups: Sequence[KernelGroup]  # Its groups of kernels, for a part one of no kind; empty where the capture lacks it.
+    step_ms: Sequence[float]  # In each step, the time that is its alone.
+    counts: Sequence[float]  # How often it runs in each step.
 
     @property
     def ms(self) -> float:
@@ -57,16 +51,12 @@ class SideTime:
 
 @dataclass(frozen=True)
 class TimeChange:
-    """One kernel, or one part of a step, in both captures.
-
-    Attributes:
-        low_ms, high_ms: where the true difference lies in 95 of 100 cases; infinite with too few steps to say.
-    """
+    """One kernel, or one part of a step, in both captures."""
 
     before: SideTime
     after: SideTime
     verdict: Verdict = "undecided"
-    low_ms: float = -math.inf
+    low_ms: float = -math.inf  # To high_ms, the true difference in 95 of 100 cases; infinite with too few steps to say.
     high_ms: float = math.inf
 
     @property

@@ -237,7 +237,12 @@ def _lost_launches(capture: Capture, left_out: int, sentences: list[str]) -> Tim
     calls = capture.calls
     is_launch = capture.is_named(calls.name, _LAUNCH.search) & (calls.correlation >= 0)
     # Of processes that have work: of others, a trace may lack the GPU.
-    is_launch &= np.isin(calls.process, capture.work.process) & ~_is_recording_graph(capture)
+    is_launch &= np.isin(calls.process, capture.work.process)
+    # While a CUDA graph is captured, launches run nothing; each capture lasts to the next end, or for ever.
+    begins = np.sort(capture.rows_named(calls, _BEGIN_GRAPH.search).start)
+    ends = np.append(np.sort(capture.rows_named(calls, _END_GRAPH.search).stop), _NEVER)
+    graph_captures = np.column_stack((begins, ends[np.searchsorted(ends, begins)]))
+    is_launch &= containing(graph_captures, calls.start) < 0
     launches = calls.select(is_launch)
     # The runtime's launch calls the driver's.
     is_inner = is_within_another(launches.start, launches.stop, launches.process, launches.thread)
@@ -251,14 +256,6 @@ def _lost_launches(capture: Capture, left_out: int, sentences: list[str]) -> Tim
     if (count := len(lost) - left_out) > 0:
         sentences.append(say_capture("lost kernels", count=count, total=int(is_launch.sum())))
     return np.column_stack((calls.process[lost], calls.start[lost]))
-
-
-def _is_recording_graph(capture: Capture) -> Flags:
-    """Return for each call whether a CUDA graph was being captured, when launches run nothing."""
-    calls = capture.calls
-    begins = np.sort(capture.rows_named(calls, _BEGIN_GRAPH.search).start)  # Each lasts to the next end, or for ever.
-    ends = np.append(np.sort(capture.rows_named(calls, _END_GRAPH.search).stop), _NEVER)
-    return containing(np.column_stack((begins, ends[np.searchsorted(ends, begins)])), calls.start) >= 0
 
 
 def _lost_work(capture: Capture, sentences: list[str]) -> Times:

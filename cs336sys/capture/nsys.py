@@ -13,17 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
-from cs336sys.capture.capture import (
-    EVENTS,
-    LATEST_NS,
-    READING_S,
-    Calls,
-    Capture,
-    DeviceWork,
-    Ranges,
-    Texts,
-    say_capture,
-)
+from cs336sys.capture import capture as captures
+from cs336sys.capture.capture import Calls, Capture, DeviceWork, Ranges, Texts, say_capture
 from cs336sys.capture.intervals import Times
 from cs336sys.errors import CapabilityError, UsageError
 from cs336sys.machine.diagnosis.software import Profiler
@@ -56,8 +47,7 @@ def is_profiled() -> bool:
 def profile(nsys: Profiler, command: Sequence[str], folder: Path) -> Path:
     """Run a command under nsys from cudaProfilerStart to cudaProfilerStop, and return the report, in ``folder``.
 
-    Raises:
-        CapabilityError: nsys left no report.
+    A CapabilityError says that nsys left none.
     """
     # Guarded, because nsys starts the program in a session of its own, and daemons besides.
     done = run_guarded_program([str(nsys.path), "profile", *PROFILE_OPTIONS, f"--output={folder / 'report'}", *command])
@@ -68,11 +58,7 @@ def profile(nsys: Profiler, command: Sequence[str], folder: Path) -> Path:
 
 
 def export(nsys: Profiler, report: Path, database: Path) -> None:
-    """Export a report as SQLite.
-
-    Raises:
-        UsageError: this nsys cannot read the report: it is none, is damaged, or comes from a newer version.
-    """
+    """Export a report as SQLite; a UsageError says that it is none, is damaged, or comes from a newer version."""
     options = ("--type=sqlite", "--force-overwrite=true", f"--output={database}")
     done = run_guarded_program([str(nsys.path), "export", *options, str(report.absolute())])
     if done.returncode != 0 or not database.exists():
@@ -96,8 +82,7 @@ _RANGES = "NVTX_EVENTS"
 _STRINGS = "StringIds"
 _GPUS = "TARGET_INFO_GPU"
 
-_IS_POSSIBLE_TIME = f'start >= {-LATEST_NS} AND "end" >= start AND "end" <= {LATEST_NS}'
-_VERSION_ENDING = re.compile(r"_V\d+$")
+_IS_POSSIBLE_TIME = f'start >= {-captures.LATEST_NS} AND "end" >= start AND "end" <= {captures.LATEST_NS}'
 
 # CUpti_ActivityMemcpyKind
 _COPY_KINDS = ("HtoD", "DtoH", "HtoA", "AtoH", "AtoA", "AtoD", "DtoA", "DtoD", "HtoH", "PtoP")
@@ -119,7 +104,7 @@ def load_export(path: Path) -> Capture:
     """
     report = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)
     try:
-        deadline = time.process_time() + READING_S
+        deadline = time.process_time() + captures.READING_S
         report.set_progress_handler(lambda: time.process_time() > deadline, _STATEMENTS_BETWEEN_CHECKS)
         # A stranger's schema may hold functions and virtual tables that run code.
         report.execute("PRAGMA trusted_schema = OFF")
@@ -133,14 +118,32 @@ class _Export:
 
     def __init__(self, report: sqlite3.Connection):
         self._report = report
-        self._tables: dict[str, str] = {}
-        self._columns = self._find_columns()
         self._texts = Texts()
         self._unreadable = 0
+        self._tables: dict[str, str] = {}
+        # No views: a stranger's could compute for ever.
+        rows = report.execute("SELECT name FROM sqlite_master WHERE type = 'table'")
+        # Of NVTX_EVENTS and NVTX_EVENTS_V2, the last that has rows.
+        for name in sorted(str(row[0]) for row in rows):
+            kind = re.sub(r"_V\d+$", "", name)
+            if kind not in self._tables or self._has_row(name):
+                self._tables[kind] = name
+        for kind in {_KERNELS, _COPIES, _FILLS, _CALLS, _RANGES, _STRINGS}.intersection(self._tables):
+            if self._has_row(self._tables[kind], offset=captures.EVENTS):
+                raise UsageError(say_capture("too many rows", most=captures.EVENTS, kind=kind))
+        info = "SELECT name FROM pragma_table_info(?)"
+        self._columns = {kind: {row[0] for row in report.execute(info, (name,))} for kind, name in self._tables.items()}
 
     def capture(self) -> Capture:
         """Return the capture, or raise a UsageError where something that is needed is missing."""
-        self._require_recorded()
+        if _STRINGS not in self._columns:
+            raise UsageError(f"is no export of Nsight Systems: it has no table {_STRINGS}")
+        if self._has_rows(_WHOLE_GRAPHS):
+            raise UsageError(say_capture("whole graphs"))
+        # Calls give kernels a phase. The sentences name the option of nsys that records what is missing.
+        for kind, missing in ((_KERNELS, "no kernels"), (_CALLS, "no calls")):
+            if not self._has_rows(kind):
+                raise UsageError(say_capture(missing))
         # Names are those with arguments, or in an export without these the short ones.
         is_short = "demangledName" not in self._columns[_KERNELS] and "shortName" in self._columns[_KERNELS]
         work = DeviceWork.joined(
@@ -231,17 +234,6 @@ class _Export:
                 values.extend((self._texts[str(name)], *numbers))
         return Ranges.of(values)
 
-    def _require_recorded(self) -> None:
-        """Refuse an export without what gives kernels a phase, with the option of nsys that records it."""
-        if _STRINGS not in self._columns:
-            raise UsageError(f"is no export of Nsight Systems: it has no table {_STRINGS}")
-        if self._has_rows(_WHOLE_GRAPHS):
-            raise UsageError(say_capture("whole graphs"))
-        if not self._has_rows(_KERNELS):
-            raise UsageError(say_capture("no kernels"))
-        if not self._has_rows(_CALLS):
-            raise UsageError(say_capture("no calls"))
-
     def _require_columns(self, kind: str, *names: str) -> str:
         """Return the table's name, or raise a UsageError if it lacks one of these columns."""
         missing = [column for column in names if column not in self._columns[kind]]
@@ -252,21 +244,6 @@ class _Export:
     def _column(self, kind: str, name: str, default: str) -> str:
         """Return a column in SQL, and the default for NULL and where the table lacks it."""
         return f"coalesce({name}, {default})" if name in self._columns[kind] else default
-
-    def _find_columns(self) -> dict[str, set[str]]:
-        """Note the table of each kind, refuse too many rows, and return the kinds' columns."""
-        # No views: a stranger's could compute for ever.
-        rows = self._report.execute("SELECT name FROM sqlite_master WHERE type = 'table'")
-        # Of NVTX_EVENTS and NVTX_EVENTS_V2, the last that has rows.
-        for name in sorted(str(row[0]) for row in rows):
-            kind = _VERSION_ENDING.sub("", name)
-            if kind not in self._tables or self._has_row(name):
-                self._tables[kind] = name
-        for kind in {_KERNELS, _COPIES, _FILLS, _CALLS, _RANGES, _STRINGS}.intersection(self._tables):
-            if self._has_row(self._tables[kind], offset=EVENTS):
-                raise UsageError(say_capture("too many rows", most=EVENTS, kind=kind))
-        info = "SELECT name FROM pragma_table_info(?)"
-        return {kind: {row[0] for row in self._report.execute(info, (name,))} for kind, name in self._tables.items()}
 
     def _has_row(self, table: str, offset: int = 0) -> bool:
         quoted = table.replace('"', '""')

@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cs336sys.capture.analysis import Analysis
-from cs336sys.capture.breakdown import IDLE_PARTS, StepPart
+from cs336sys.capture.analysis import IDLE_PARTS, Analysis, StepPart
 from cs336sys.capture.capture import RECEIVE, SEND, SEND_RECEIVE, SYNCHRONIZING, SavedRecord, say_capture
 from cs336sys.capture.intervals import Cover, Times, group_numbers
 from cs336sys.capture.timeline import COMMUNICATING, COMPUTING, Timeline
@@ -52,17 +51,13 @@ class RankMatching(SavedRecord):
 
 @dataclass(frozen=True)
 class RanksAnalysis:
-    """Joint analysis of several ranks.
-
-    Attributes:
-        waiting_ns: of each rank, for each of its collectives, how long it waited for the last rank, -1 if that is not
-            known; for each of its kernels, how much longer it took next to a collective that waited.
-        step_numbers: of each rank; equal numbers are one step.
-    """
+    """Joint analysis of several ranks."""
 
     clocks: Clocks
+    # Of each rank, for each of its collectives, how long it waited for the last rank, -1 if that is not known; for each
+    # of its kernels, how much longer it took next to a collective that waited.
     waiting_ns: tuple[Times, ...]
-    step_numbers: tuple[tuple[int, ...], ...]
+    step_numbers: tuple[tuple[int, ...], ...]  # Of each rank; equal numbers are one step.
     matching: RankMatching
 
 
@@ -247,10 +242,7 @@ def _align(collectives: Sequence[tuple[Place, ...]], stops: Sequence[Times]) -> 
     """Fit offset and drift of each rank's clock so that collectives end together on all.
 
     Least squares of each end's distance from the mean of its collective, reweighted so that those that end apart count
-    less (Huber). The first rank's clock is right by definition.
-
-    Args:
-        stops: of each rank's collectives, on its own clock.
+    less (Huber). The first rank's clock is right by definition. ``stops`` are on each rank's own clock.
     """
     ranks = len(stops)
     origin = np.array([times[0] if len(times) else 0 for times in stops], np.int64)
@@ -418,7 +410,10 @@ def _longer_parts(
     A part is named from :data:`_NAMED_SHARE` of the excess on, a kind of kernel from that share of computing's.
     """
     parts: list[dict[str, float]] = [{part: analysis.mean(part) for part in _LOCAL_PARTS} for analysis in analyses]
-    kinds = list(map(_kind_ms, analyses))
+    kinds: list[dict[str, float]] = [defaultdict(float) for _ in analyses]  # Of each rank's mean step, by kind.
+    for analysis, kind_ms in zip(analyses, kinds, strict=True):
+        for kernel in analysis.kernels:
+            kind_ms[kernel.kind] += sum(kernel.own_ms) / len(analysis.step_ms)
     return [
         (part, ms, _longer_times(kinds, rank, _NAMED_SHARE * ms) if part == StepPart.COMPUTING else [])
         for part, ms in _longer_times(parts, rank, _NAMED_SHARE * excess_ms)
@@ -430,11 +425,3 @@ def _longer_times(times_ms: Sequence[Mapping[str, float]], rank: int, least_ms: 
     others = [times for other, times in enumerate(times_ms) if other != rank]
     excess_ms = {name: ms - median(times.get(name, 0.0) for times in others) for name, ms in times_ms[rank].items()}
     return sorted(((name, ms) for name, ms in excess_ms.items() if ms > least_ms), key=lambda item: -item[1])
-
-
-def _kind_ms(analysis: Analysis) -> Mapping[str, float]:
-    """Return the mean time of a step's kernels by kind."""
-    totals: dict[str, float] = defaultdict(float)
-    for kernel in analysis.kernels:
-        totals[kernel.kind] += sum(kernel.own_ms) / len(analysis.step_ms)
-    return totals

@@ -90,11 +90,7 @@ class AnalysedCaptures:
 
 
 def capture_files(paths: Sequence[Path]) -> list[Path]:
-    """Return the files, and those of the folders among them, each once.
-
-    Raises:
-        UsageError: a folder holds no capture.
-    """
+    """Return the files, and those of folders, each once, or raise a UsageError: a folder holds no capture."""
     files: dict[Path, None] = {}
     for path in paths:
         inside = [path]
@@ -124,13 +120,8 @@ def read_captures(paths: Sequence[Path], step: str | None = None) -> AnalysedCap
     """Read one capture, or those of several ranks.
 
     Ranks are those that files name; where they name none or one twice, those of file names (``rank3``), else their
-    order. GPUs of one capture are told apart like ranks.
-
-    Args:
-        step: name of the ranges that are the steps.
-
-    Raises:
-        UsageError: a file cannot be read, or two are of one rank.
+    order. GPUs of one capture are told apart like ranks. ``step``: name of the ranges that are the steps. A UsageError
+    says that a file cannot be read, or that two are of one rank.
     """
     gpus = []
     for path in capture_files(paths):

@@ -12,16 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cs336sys.capture.capture import (
-    Calls,
-    Capture,
-    CollectiveRecord,
-    Damage,
-    DeviceWork,
-    Ranges,
-    collective_kind,
-    say_capture,
-)
+from cs336sys.capture import capture as captures
+from cs336sys.capture.capture import Calls, Capture, Damage, DeviceWork, Ranges, say_capture
 from cs336sys.capture.intervals import Nested, Times, containing, first_rows, group_numbers
 from cs336sys.capture.range_names import STEP, STEP_PHASES, WARM_UP
 from cs336sys.capture.taxonomy import Category, category_of
@@ -40,7 +32,6 @@ _WAITING_CALL = re.compile(
 _LOADER_NAME = re.compile(r"dataloader|data[ _]load|load(ing)? (data|batch)|next[ _]batch|get_batch", re.IGNORECASE)
 # Ranges that name no part of a model.
 _NO_MODULE = re.compile(rf"^(ProfilerStep#|cs336sys |nccl:|gloo:|## Call|Torch-Compiled|{STEP}$|{WARM_UP}$)")
-_INSTANCE_NUMBER = re.compile(r"_\d+$")  # torch numbers the instances of a module's class.
 
 
 @dataclass(frozen=True)
@@ -89,7 +80,7 @@ class Timeline(LaunchedWork):
     waits: Calls  # Calls that wait for the GPU, in the order in which they began.
     loading: Ranges  # In which the program waits for its next batch, in the order in which they began.
     collectives: DeviceWork  # The work that is a collective.
-    collective_records: Sequence[CollectiveRecord]  # Torch's record of each of these.
+    collective_records: Sequence[captures.CollectiveRecord]  # Torch's record of each of these.
     steps: Steps = field(default_factory=lambda: Steps(np.zeros((0, 2), np.int64), "", are_found=False))
 
     @property
@@ -105,11 +96,8 @@ class Timeline(LaunchedWork):
 def timelines(capture: Capture, step: str | None = None) -> list[Timeline]:
     """Return a timeline, with whole steps, of each GPU of each process that did more than a little.
 
-    Args:
-        step: name of the ranges that are the steps.
-
-    Raises:
-        UsageError: there are no ranges of that name, or they launched no work of a GPU.
+    ``step``: name of the ranges that are the steps. A UsageError says that there are none, or that they launched no
+    work of a GPU.
     """
     work = capture.work
     owners, owner = np.unique(np.column_stack((work.gpu, work.process)), axis=0, return_inverse=True)
@@ -153,7 +141,9 @@ def _timeline(capture: Capture, chosen: Times, step: str | None) -> Timeline:
         loading=loading.select(np.argsort(loading.start, kind="stable")),
         collectives=collectives,
         collective_records=[
-            capture.collectives[number] if number >= 0 else CollectiveRecord(collective_kind(capture.texts[name]))
+            capture.collectives[number]
+            if number >= 0
+            else captures.CollectiveRecord(captures.collective_kind(capture.texts[name]))
             for number, name in zip(collectives.collective.tolist(), collectives.name.tolist(), strict=True)
         ],
     )
@@ -180,12 +170,12 @@ def _modules(capture: Capture, timeline: Timeline) -> tuple[Times, Sequence[str]
     is_backward = (innermost < 0) & (forward >= 0)
     operations = capture.operations.select(forward[is_backward])
     innermost[is_backward] = nested.innermost(operations.start, operations.thread)
-    # A module's label names it and the module around it.
+    # A module's label names it and the module around it, without the number that torch gives instances of a class.
     number_of_label: dict[str, int] = {}
     label_of_call = np.full(len(calls) + 1, -1)
     for call in np.unique(innermost[innermost >= 0]).tolist():
         names = [capture.texts[calls.name[number]] for number in (nested.parent[call], call) if number >= 0]
-        label = ".".join(_INSTANCE_NUMBER.sub("", name.removeprefix("nn.Module: ")) for name in names)
+        label = ".".join(re.sub(r"_\d+$", "", name.removeprefix("nn.Module: ")) for name in names)
         label_of_call[call] = number_of_label.setdefault(label, len(number_of_label))
     return label_of_call[innermost], list(number_of_label)
 

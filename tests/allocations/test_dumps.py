@@ -12,7 +12,7 @@ from snapshot_programs import KINDS, Program, program
 from cs336sys.allocations.diagnosis import changes, diagnose_memory
 from cs336sys.allocations.dump import parse_dump, read_dump
 from cs336sys.allocations.inference import FOREIGN_CATEGORIES
-from cs336sys.commands.memprof.verdict import verdicts
+from cs336sys.commands.memprof.snapshots import verdicts
 
 
 @pytest.fixture(scope="module")

@@ -26,11 +26,11 @@ from profile_files import NsysReport
 from written_figures import figures_test, outcome
 
 from cs336sys.accounting.hardware import Ceilings
-from cs336sys.capture import breakdown, chrome_trace, integrity, intervals, nsys, operators, range_names, ranks, reading
 from cs336sys.capture import capture as captures
+from cs336sys.capture import chrome_trace, integrity, intervals, nsys, operators, range_names, ranks, reading
 from cs336sys.capture import difference as differences
 from cs336sys.capture import timeline as timelines
-from cs336sys.capture.analysis import Analysis, KernelGroup
+from cs336sys.capture.analysis import Analysis, KernelGroup, StepPart
 from cs336sys.capture.summary import summarize
 from cs336sys.capture.taxonomy import Category, category_of, short_name
 from cs336sys.commands.trace.tables import rank_sentence

@@ -1,26 +1,31 @@
-"""Reports that nsys has to export, files that are refused, and what else no row of figures.txt has."""
+"""Captures that are not whole, files that are refused, and what else no row of figures.txt has."""
 
 import gzip
 import json
+import random
+import re
+import zipfile
 from pathlib import Path
 
 import pytest
 from profile_files import ChromeTrace, NsysReport, train_step
 from test_capture_figures import read
 
-from cs336sys.capture import analysis, chrome_trace, nsys, reading
+from cs336sys.capture import capture as captures
+from cs336sys.capture import chrome_trace, nsys, reading
 from cs336sys.capture.analysis import Analysis
 from cs336sys.capture.range_names import run_name
-from cs336sys.capture.reading import read_captures
+from cs336sys.capture.reading import open_capture, read_captures
 from cs336sys.capture.summary import Profile, summarize
 from cs336sys.capture.taxonomy import Category, category_of
+from cs336sys.commands.trace.tables import verdict
 from cs336sys.errors import UsageError
 from cs336sys.results.foreign import MIB
 
 
 def test_kernels_beyond_the_most_are_one_group(monkeypatch):
     """Of 250 ns, 60 and 30 in the first step, and 7 in the second."""
-    monkeypatch.setattr(analysis, "_MOST_GROUPS", 1)
+    monkeypatch.setattr("cs336sys.capture.analysis._MOST_GROUPS", 1)
     kernels = (
         "kernel long 10 20 270 | kernel middle 280 300 360 | kernel short 380 400 430 | kernel short 1010 1020 1027"
     )
@@ -43,12 +48,12 @@ def test_a_report_is_exported_and_read_under_its_own_name(tmp_path, monkeypatch)
 
     monkeypatch.setattr(reading, "find_nsys", lambda: "nsys 2025.3")
     monkeypatch.setattr(reading, "export", export)
-    capture = reading.open_capture(report)
+    capture = open_capture(report)
     assert exported == [("nsys 2025.3", report, "report.sqlite")]
     assert capture.work.start.tolist() == [20]
     monkeypatch.setattr(reading, "export", lambda profiler, path, database: database.write_bytes(b"no database"))
     with pytest.raises(UsageError, match=r"mine\.nsys-rep"):
-        reading.open_capture(report)
+        open_capture(report)
 
 
 def test_ranges_without_text_are_refused(tmp_path):
@@ -88,7 +93,7 @@ def test_commands_that_ran_stand_in_the_report_which_is_not_written_to(tmp_path)
     path = report.write()
     before = path.read_bytes()
     path.chmod(0o444)
-    profile = summarize(reading.open_capture(path))
+    profile = summarize(open_capture(path))
     assert profile.configuration == configuration
     assert Profile.from_json(json.loads(json.dumps(profile.to_json()))) == profile
     assert path.read_bytes() == before
@@ -112,7 +117,7 @@ def test_a_file_that_is_no_report_is_refused(tmp_path, content, sentence):
     path = tmp_path / "file"
     path.write_bytes(content)
     with pytest.raises(UsageError, match=sentence) as error:
-        reading.open_capture(path)
+        open_capture(path)
     assert str(path) in str(error.value)
 
 
@@ -126,18 +131,17 @@ def test_a_gzip_bomb_is_refused_before_anything_in_it_is_decoded(content, tmp_pa
         stream.write(b"{}]}")
     monkeypatch.setattr(chrome_trace, "_Events", None)
     with pytest.raises(UsageError, match=r"bomb\.json\.gz has 0\.\d MiB and holds more than 64 MiB, which is the most"):
-        reading.open_capture(path)
+        open_capture(path)
 
 
 @pytest.mark.parametrize("kind", [NsysReport, ChromeTrace])
 def test_a_capture_that_takes_too_long_is_refused(kind, tmp_path, monkeypatch):
     recorder = kind(tmp_path / "file")
     train_step(recorder)
-    for module in (chrome_trace, nsys):
-        monkeypatch.setattr(module, "READING_S", -1)
+    monkeypatch.setattr(captures, "READING_S", -1)
     monkeypatch.setattr(nsys, "_STATEMENTS_BETWEEN_CHECKS", 1)
     with pytest.raises(UsageError, match="is not read within 600 s of CPU time: profile fewer steps"):
-        reading.open_capture(recorder.write())
+        open_capture(recorder.write())
 
 
 def test_an_event_of_many_chunks_is_decoded_a_few_times(tmp_path, monkeypatch):
@@ -149,7 +153,7 @@ def test_an_event_of_many_chunks_is_decoded_a_few_times(tmp_path, monkeypatch):
     reads = []
     read = chrome_trace._Events._read
     monkeypatch.setattr(chrome_trace._Events, "_read", lambda self, size: reads.append(size) or read(self, size))
-    reading.open_capture(trace.write())
+    open_capture(trace.write())
     assert len(reads) < 100
 
 
@@ -160,7 +164,7 @@ DATA = Path(__file__).parent / "data"
 
 @pytest.mark.parametrize("name", ["step.sqlite", "step.trace.json.gz"])
 def test_a_training_step(name):
-    profile = summarize(reading.open_capture(DATA / name))
+    profile = summarize(open_capture(DATA / name))
     kernels = {row.name: row.kernels for row in profile.phases}
     assert list(kernels) == ["forward", "loss", "backward", "optimizer"]
     assert kernels["backward"] > kernels["forward"] > 0
@@ -173,7 +177,7 @@ def test_a_training_step(name):
 
 
 def test_kernels_of_a_graph_that_was_traced_by_node():
-    profile = summarize(reading.open_capture(DATA / "graph-node.sqlite"))
+    profile = summarize(open_capture(DATA / "graph-node.sqlite"))
     (phase,) = profile.phases
     # Two replays of a matrix product, ReLU and a sum.
     assert (phase.name, phase.count, phase.kernels) == ("forward", 2, 8)
@@ -182,4 +186,152 @@ def test_kernels_of_a_graph_that_was_traced_by_node():
 
 def test_a_graph_that_was_traced_as_a_whole_is_refused():
     with pytest.raises(UsageError, match="--cuda-graph-trace=node"):
-        summarize(reading.open_capture(DATA / "graph-whole.sqlite"))
+        summarize(open_capture(DATA / "graph-whole.sqlite"))
+
+
+KERNELS = ("sm90_gemm", "vectorized_elementwise_kernel<4>", "softmax", "reduce_kernel<512>", "triton_poi", "adam")
+STEPS = 8
+
+
+def whole_events(*, waits: bool = True) -> list[dict]:
+    """Steps of 24 kernels of 60 us that follow each other, launched in 3 us each."""
+    source = random.Random(0)
+    trace = ChromeTrace(None)
+    cpu = gpu = 90_000_000_000
+    for step in range(STEPS):
+        begin = cpu
+        for number in range(4 * len(KERNELS)):
+            start, length = max(gpu + 1000, cpu + 5000), round(60_000 * source.gauss(1, 0.02))
+            trace.kernel(KERNELS[number % len(KERNELS)], cpu, start, start + length)
+            trace.events[-2]["name"] = "cudaLaunchKernel"
+            gpu, cpu = start + length, cpu + 3000
+        end = cpu
+        if waits:
+            trace.event("cuda_runtime", "cudaDeviceSynchronize", cpu, gpu + 3000, 1)
+            cpu = end = gpu + 4000
+        trace.range(f"ProfilerStep#{step}", begin - 1000, end - 500)
+        cpu += 2000
+    return trace.events
+
+
+def kernels(events):
+    return [event for event in events if event.get("cat") == "kernel"]
+
+
+def launches(events):
+    return [event for event in events if event["name"] == "cudaLaunchKernel"]
+
+
+def sampled(rows, share=0.05):
+    return random.Random(1).sample(rows, max(1, int(share * len(rows))))
+
+
+def drop(events, rows):
+    gone = set(map(id, rows))
+    events[:] = [event for event in events if id(event) not in gone]
+
+
+def change(rows, **values):
+    for row in rows:
+        row.update({name: value(row[name]) if callable(value) else value for name, value in values.items()})
+
+
+def renumber(rows, number):
+    for row in rows:
+        row["args"]["correlation"] = number(row["args"]["correlation"])
+
+
+def pause(events):
+    begin = next(event["ts"] for event in events if event["name"] == "ProfilerStep#5")
+    change([event for event in events if event.get("ts", 0) > begin], ts=lambda ts: ts + 4e5)
+    change([event for event in events if event.get("ts", 0) == begin], dur=lambda dur: dur + 4e5)
+
+
+# What is done to a whole capture, and how its verdict begins.
+DAMAGE = {
+    "kernels lost": (lambda e: drop(e, sampled(kernels(e))), "9 of 192 launches have no kernel: the profiler lost"),
+    "kernels lost everywhere": (lambda e: drop(e, kernels(e)[::9]), "22 of 192 launches have no kernel"),
+    "launches lost": (lambda e: drop(e, launches(e)[30:50]), "20 of 192 kernels and copies have no launch"),
+    "half at 0": (lambda e: change(e[len(e) // 2 :], ts=0.0, dur=0.0), "201 of 400 events are at times"),
+    "overrun": (lambda e: change(kernels(e)[70:71], dur=1.6e6), "1 of 192 kernels and copies end after a call"),
+    "overlap": (lambda e: change(kernels(e)[70:71], dur=lambda dur: 4 * dur), "1 of 192 kernels and copies overlap"),
+    "text": (lambda e: change(kernels(e)[70:71], ts="now"), "1 event left out"),
+    "numbers wrap": (lambda e: renumber(kernels(e) + launches(e), lambda n: n % 24), "Launch numbers are not unique"),
+    "numbers lost": (lambda e: renumber(sampled(kernels(e)), lambda n: None), "9 of 192 launches have no kernel"),
+    "recorded twice": (lambda e: e.extend([dict(k) for k in kernels(e)[:50]]), "50 of 242 kernels and copies are rec"),
+    "before launches": (lambda e: change(kernels(e), ts=lambda ts: ts - 5000), "192 of 192 kernels and copies begin"),
+    "one before its launch": (
+        lambda e: change(kernels(e)[70:71], ts=lambda ts: ts - 2e4),
+        "1 of 192 kernels and copies b",
+    ),
+    "clock late": (lambda e: change(kernels(e), ts=lambda ts: ts + 5000), "192 of 192 kernels and copies end after a"),
+    "pause": (pause, "Step 5 takes 401.5 ms, 273 times the median"),
+    "step lost": (lambda e: drop(e, [r for r in e if r["name"] == "ProfilerStep#3"]), "The GPU computes"),
+    "step without work": (
+        lambda e: drop(e, kernels(e)[48:72] + launches(e)[48:72]),
+        "1 of 8 steps are left out, for their idle time cannot be told: 3.",
+    ),
+}
+
+
+def read_events(path, events):
+    path.write_text(json.dumps({"traceEvents": events}))
+    (analysis,) = read_captures([path]).analyses
+    return analysis, verdict([analysis])
+
+
+@pytest.fixture(scope="module")
+def truth(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("whole")
+    return {waits: read_events(folder / "whole.json", whole_events(waits=waits))[0] for waits in (True, False)}
+
+
+def test_a_whole_capture_is_whole(truth):
+    for of_gpu in truth.values():
+        assert (of_gpu.damage, of_gpu.is_idle_known) == ((), True)
+        assert len(of_gpu.step_ms) == STEPS
+        assert of_gpu.share("computing") > 0.97
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_damage_is_said_first_and_decides_nothing(tmp_path, truth, name):
+    damage, beginning = DAMAGE[name]
+    events = whole_events()
+    damage(events)
+    analysis, sentences = read_events(tmp_path / "damaged.json", events)
+    assert sentences[0].startswith(beginning)
+    if analysis.is_idle_known:
+        assert analysis.median_step_ms == pytest.approx(truth[True].median_step_ms, rel=0.05)
+        assert analysis.share("computing") == pytest.approx(truth[True].share("computing"), abs=0.02)
+        assert not re.search(r"waits for the GPU|for the CPU|between kernels", " ".join(sentences))
+    else:
+        assert "Idle time cannot be told" in sentences[-1]
+
+
+def test_a_zipped_trace_is_read(tmp_path):
+    path = tmp_path / "t.zip"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("t.json", json.dumps({"traceEvents": whole_events()}))
+    assert len(read_captures([path]).analyses[0].step_ms) == STEPS
+    with zipfile.ZipFile(path, "a") as archive:
+        archive.writestr("other.json", "{}")
+    with pytest.raises(UsageError, match="is a zip archive of 2 files"):
+        open_capture(path)
+
+
+def test_an_export_of_nsys_is_checked_alike(tmp_path):
+    report = NsysReport(tmp_path / "r.sqlite")
+    report.range("forward", 0, 2000)
+    for number in range(10):
+        report.kernel("gemm", 10 * number, 100 + 100 * number, 190 + 100 * number)
+    report.database.execute("UPDATE CUPTI_ACTIVITY_KIND_KERNEL SET end = -1 WHERE rowid = 3")
+    report.database.execute(f"UPDATE CUPTI_ACTIVITY_KIND_KERNEL SET start = {-(2**63)}, end = {2**62} WHERE rowid = 8")
+    report.database.execute("DELETE FROM CUPTI_ACTIVITY_KIND_KERNEL WHERE rowid > 8")
+    path = report.write()
+    profile = summarize(open_capture(path))
+    assert profile.damage == (
+        "2 events left out: no JSON, or without a time that can be.",
+        "4 of 10 launches have no kernel: the profiler lost them.",
+    )
+    assert not profile.is_idle_known
+    assert "Idle time cannot be told" in verdict(read_captures([path]).analyses)[-1]

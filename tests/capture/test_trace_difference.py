@@ -33,14 +33,6 @@ def kernels(seed, *, slow=None):
     return [group(f"k{n}", noisy((1 + n % 5) * (1.03 if n == slow else 1), 100 * seed + n)) for n in range(30)]
 
 
-def test_a_kernel_made_3_percent_slower_is_found_and_few_others_are_marked():
-    found = compare_captures(capture(kernels(1)), capture(kernels(2, slow=7)))
-    assert verdicts(found)["k7"] == "slower"
-    assert sum(change.is_significant for change in found.changes) <= 3
-    (slow,) = [change for change in found.changes if change.label == "k7"]
-    assert slow.low_ms < 0.03 * slow.before.ms < slow.high_ms
-
-
 def test_a_difference_beyond_either_sides_trend_is_told_where_ranks_count_steps_as_few():
     """Noise of ten steps often looks like drift: by ranks alone a kernel 3 % slower stays undecided in one of ten."""
     found = [compare_captures(capture(kernels(2 * seed)), capture(kernels(2 * seed + 1, slow=7))) for seed in range(40)]

@@ -42,8 +42,7 @@ from cs336sys.commands.attention.tables import attn_tables, flash_tables, plot_f
 from cs336sys.commands.ddp.tables import bucket_sweeps, ddp_plan, ddp_tables, plot_buckets, pool_ddp_rounds
 from cs336sys.commands.kernels.tables import kernel_tables, plot_kernels
 from cs336sys.commands.nsys.tables import profile_tables
-from cs336sys.commands.rank_training.scaling_tables import plot_scaling, scaling_curves, scaling_tables
-from cs336sys.commands.rank_training.tables import plot_timelines
+from cs336sys.commands.rank_training.tables import plot_scaling, plot_timelines, scaling_curves, scaling_tables
 from cs336sys.commands.registry import saved_command
 from cs336sys.commands.shard.tables import board_tables, shard_tables
 from cs336sys.commands.trace.tables import kind_table
@@ -115,7 +114,7 @@ def test_tables_are_those_written_down(expression, rows):
 def drawn(monkeypatch):
     """Figures in the place of their files."""
     figures = []
-    for module in ("allreduce.tables", "rank_training.scaling_tables"):
+    for module in ("allreduce.tables", "rank_training.tables"):
         writer = f"cs336sys.commands.{module}.write_figure"
         monkeypatch.setattr(writer, lambda figure, *arguments, **options: figures.append(figure))
     return figures

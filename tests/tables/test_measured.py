@@ -14,7 +14,7 @@ import pytest
 from written_figures import outcome, read_figures, rows_of, write_figures
 
 from cs336sys.accounting.flops import count_parameters, model_flops
-from cs336sys.commands.account.tables.rates import (
+from cs336sys.commands.account.rates import (
     compare_with_measured,
     measured_bandwidth,
     measured_call,

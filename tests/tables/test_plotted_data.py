@@ -8,7 +8,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_hex
 from matplotlib.container import BarContainer
 
-from cs336sys.commands.account.tables import communication
+from cs336sys.commands.account import communication_tables as communication
 from cs336sys.commands.attention import tables as attention
 from cs336sys.commands.bench import tables as bench
 from cs336sys.commands.ddp import tables as ddp

@@ -6,19 +6,11 @@ import typer
 
 from cs336sys.command_line.invocation import LazyGroup
 
-# Subjects, and the commands that each module has.
-_MODULES = {
-    "model": ("memory", "activations", "attention", "flops"),
-    "communication": ("buckets", "parallel", "xxl"),
-    "scaling": ("scaling",),
-    "step": ("step",),
-}
+_SUBCOMMANDS = ("memory", "activations", "attention", "flops", "buckets", "parallel", "xxl", "scaling", "step")
 
 
 class AccountCommands(LazyGroup):
-    modules: ClassVar = {
-        name: f"cs336sys.commands.account.options.{module}" for module, names in _MODULES.items() for name in names
-    }
+    modules: ClassVar = dict.fromkeys(_SUBCOMMANDS, "cs336sys.commands.account.subcommands")
 
 
 account = typer.Typer(
@@ -34,6 +26,3 @@ def _account() -> None:
 
     cs336sys account parallel --strategy fsdp-tp --tokens 131072 --plot parallel.png
     """
-
-
-MOST_DEVICES = 1_000_000  # All meshes of a number of devices are tried: at 10^12 that goes on for hours.

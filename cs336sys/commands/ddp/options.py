@@ -62,8 +62,7 @@ def ddp(
     torchrun --nnodes 2 --nproc-per-node 8 ... -m cs336sys ddp --size xl --batch-size 16
     """
     from cs336sys.commands.ddp.tables import ddp_plan, ddp_tables, plot_buckets, pool_ddp_rounds
-    from cs336sys.commands.rank_training.scaling_tables import plot_scaling, with_scaling
-    from cs336sys.commands.rank_training.tables import plot_timelines
+    from cs336sys.commands.rank_training.tables import plot_scaling, plot_timelines, with_scaling
 
     chosen = data_parallel.workloads(training.workloads())
     data_parallel.check(output, chosen)

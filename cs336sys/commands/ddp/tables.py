@@ -8,7 +8,7 @@ from typing import Any
 from cs336sys.accounting import communication
 from cs336sys.accounting.memory import GIB, training_state
 from cs336sys.commands.rank_training import tables as of_steps
-from cs336sys.commands.rank_training.scaling_tables import scaling_picture, with_scaling
+from cs336sys.commands.rank_training.tables import scaling_picture, with_scaling
 from cs336sys.results.model import Cell, Run
 from cs336sys.settings.parallel import ParallelWorkload, bucket_name
 from cs336sys.tables import titles

@@ -19,6 +19,7 @@ from cs336sys.run.sweep import check_planned, refuse_what_does_not_fit, run_swee
 from cs336sys.settings.choices import MODES
 from cs336sys.settings.profiling import LARGEST_ALLOCATIONS, MemoryWorkload
 from cs336sys.settings.training import Workload
+from cs336sys.tables.outputs import write_file
 
 if TYPE_CHECKING:
     from cs336sys.allocations.diagnosis import MemoryDiagnosis
@@ -44,7 +45,6 @@ class SnapshotOptions:
         """
         from cs336sys.commands.memprof import snapshots
         from cs336sys.commands.memprof.page import check_directory
-        from cs336sys.tables.outputs import write_file
         from cs336sys.tables.page import check_page_writable
 
         output.check()
@@ -170,7 +170,7 @@ def _find_plan(
     workloads: list[MemoryWorkload], recording: RecordingOptions, sweeping: SweepOptions, output: OutputOptions
 ) -> None:
     """Search and show the cheapest changes that make each workload fit into ``--memory``."""
-    from cs336sys.commands.memprof.verdict import memory_plan_tables
+    from cs336sys.commands.memprof.tables import memory_plan_tables
 
     memory = recording.memory
     if memory is None:

@@ -10,8 +10,7 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cs336sys.commands.memprof.tables import memory_tables, say_memory
-from cs336sys.commands.memprof.verdict import CERTAINTIES, Verdict
+from cs336sys.commands.memprof.tables import CERTAINTIES, Verdict, memory_tables, say_memory
 from cs336sys.results.model import Cell, Run
 from cs336sys.settings.profiling import LARGEST_ALLOCATIONS, MemoryWorkload
 from cs336sys.tables.numbers import format_number, format_quantity, in_shown_unit
@@ -27,16 +26,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CategoryStyle:
-    """How a category is filled, to be told apart also without colors.
-
-    Attributes:
-        hatch: of ``/``, ``\\``, ``-``, ``|`` and ``.``, as matplotlib's.
-        ink: the color of the hatch.
-    """
+    """How a category is filled, to be told apart also without colors."""
 
     color: str
-    hatch: str = ""
-    ink: str = "#ffffff"
+    hatch: str = ""  # Of ``/``, ``\``, ``-``, ``|`` and ``.``, as matplotlib's.
+    ink: str = "#ffffff"  # The color of the hatch.
 
 
 # From the bottom up, what stays longest first. The least difference of two colors is 18 (CIE 1976), also to those who
@@ -59,11 +53,7 @@ _NEAR_AXIS = 0.08
 
 
 def plot_timeline(derived: Mapping[str, Any], title: str, *paths: Path, option: str = "--snapshot") -> None:
-    """Draw bytes held by category over the events of a step, with its phases marked, to files of any ending.
-
-    Args:
-        derived: the timeline and its regions, as a cell's derived columns hold them.
-    """
+    """Draw bytes held by category over a step's events, and its phases, to files; ``derived`` are a cell's columns."""
     import matplotlib
 
     # A fixed salt and no date: the same cell gives the same file.
@@ -139,11 +129,7 @@ def timeline_page(
     tables: Sequence[Table],
     verdicts: Sequence[Verdict] = (),
 ) -> str:
-    """Return the text of a page: verdicts, then timelines, then tables.
-
-    Args:
-        timelines: by name, each with its regions, as a cell's derived columns hold them.
-    """
+    """Return the text of a page: verdicts, then timelines (by name, as derived columns hold them), then tables."""
     from jinja2 import Environment, PackageLoader
 
     pages = Environment(loader=PackageLoader("cs336sys.commands.memprof", "."))

@@ -1,23 +1,73 @@
-"""The tables, the page and the pictures of ``memprof --from``: snapshots of any program."""
+"""The verdict, the tables, the page and the pictures of ``memprof --from``: snapshots of any program."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from cs336sys.allocations.diagnosis import MemoryDiagnosis, changes
+from cs336sys.allocations.causes import Moment
+from cs336sys.allocations.diagnosis import MemoryDiagnosis, changes, longest_batch
 from cs336sys.allocations.inference import FOREIGN_CATEGORIES
 from cs336sys.allocations.timeline import held_bytes, thinned
 from cs336sys.commands.memprof.page import timeline_page, write_timeline
-from cs336sys.commands.memprof.tables import say_memory
-from cs336sys.commands.memprof.verdict import CERTAINTIES, Verdict, verdicts
+from cs336sys.commands.memprof.tables import CERTAINTIES, Verdict, say_memory
 from cs336sys.tables.table import Column, Table, fill_row, named_columns, with_rows
 
+_MOST_CATEGORIES = 3  # That the sentence on the event names.
 _MOST_REGIONS = 30  # Names of more steps would not fit above the plot.
 
 _SNAPSHOT = Column("snapshot", "snapshot", value=lambda diagnosis: diagnosis.name)
 _CATEGORIES = {name: Column(f"{name.replace(' ', '_')}_bytes", name, "bytes") for name in FOREIGN_CATEGORIES}
+
+
+def verdicts(diagnoses: Sequence[MemoryDiagnosis]) -> list[Verdict]:
+    """Return the verdict on each snapshot: on those that failed first, then on those that hold the most."""
+    longest = longest_batch(diagnoses)
+    ordered = sorted(diagnoses, key=lambda diagnosis: (diagnosis.moment.failure is None, -diagnosis.size))
+    result = []
+    for diagnosis in ordered:
+        causes = list(diagnosis.causes)
+        # The comparison with other ranks replaces that with this rank's own earlier steps.
+        if longest is not None and longest.where == diagnosis.name:
+            causes = [*(cause for cause in causes if cause.cause != "longer batch"), longest]
+        causes.sort(key=lambda cause: cause.certainty != "measured")  # Proved causes first.
+        event, advice = _event(diagnosis), ""
+        # Say why no cause is known, unless the device holds nothing, or memprof itself recorded a step that went well.
+        if not causes and diagnosis.kinds and not diagnosis.moment.inference.is_recorded:
+            reason = next(reason for reason, test in _NO_CAUSE.items() if test(diagnosis.moment))
+            event += " " + say_memory("no cause", cause=reason, kind=diagnosis.kinds[0])
+            advice = say_memory("no cause remedy", cause=reason)
+        result.append(Verdict(diagnosis, event, causes, advice))
+    return result
+
+
+def _event(diagnosis: MemoryDiagnosis) -> str:
+    """Say which allocation failed, where, and which categories held the memory then."""
+    failure = diagnosis.moment.failure
+    sizes = sorted(((size, category) for category, size in diagnosis.by_category.items() if size), reverse=True)
+    return say_memory(
+        "event",
+        requested=None if failure is None else failure.size,
+        failed_at=diagnosis.failed_at,
+        has_stacks=diagnosis.moment.record.has_stacks,
+        live_bytes=diagnosis.size,
+        largest=[(category, size) for size, category in sizes[:_MOST_CATEGORIES]],
+    )
+
+
+# Why there is no cause: the first whose test holds.
+_NO_CAUSE: dict[str, Callable[[Moment], bool]] = {
+    "no history": lambda moment: not moment.record.last_position,
+    "no stacks": lambda moment: not moment.record.has_stacks,
+    # As many as growth is proved by.
+    "no growth": lambda moment: len(moment.inference.steps) >= 3,
+    # The record begins with the device's first allocation.
+    "first step": lambda moment: (
+        moment.failure is not None and not moment.inference.steps and all(block.start for block in moment.record.blocks)
+    ),
+    "few steps": lambda moment: True,
+}
 
 
 def snapshot_tables(diagnoses: Sequence[MemoryDiagnosis], top: int) -> list[Table]:
@@ -67,25 +117,22 @@ def _holders_table(diagnoses: Sequence[MemoryDiagnosis]) -> Table:
         Column("steps", "steps", "count", lambda diagnosis: len(diagnosis.moment.inference.steps) or None),
     )
     rows: list[dict[str, Any]] = []
+    # Keys of a dictionary: each sentence once, in order.
     notes = {"For a model that is there, memprof --memory 80GiB --plan finds the cheapest change that fits.": None}
     for diagnosis in diagnoses:
         by_category = {_CATEGORIES[name].key: size or None for name, size in diagnosis.by_category.items()}
         rows.append(fill_row(columns, diagnosis) | by_category)
         if (failure := diagnosis.moment.failure) is not None:
             rows[-1] |= {"asked_bytes": failure.size, "device_free_bytes": failure.device_free}
-        notes |= dict.fromkeys(_category_notes(diagnosis))  # Keys of a dictionary: each sentence once, in order.
+        # How the categories of memory were found, and what is not known of them.
+        record, is_recorded = diagnosis.moment.record, diagnosis.moment.inference.is_recorded
+        origin = "recorded" if is_recorded else "inferred" if record.has_stacks else "unknown"
+        notes[say_memory(f"{origin} categories", name=diagnosis.name)] = None
+        if pools := diagnosis.by_category["graph pools"]:
+            notes[say_memory("private pools", name=diagnosis.name, pools=pools)] = None
+        if record.unknown_frees and not is_recorded:
+            notes[say_memory("older blocks", name=diagnosis.name, count=record.unknown_frees)] = None
     return Table("memory", "who holds memory at that moment", columns, rows, notes=tuple(notes))
-
-
-def _category_notes(diagnosis: MemoryDiagnosis) -> Iterator[str]:
-    """Yield how the categories of memory were found, and what is not known of them."""
-    record, is_recorded = diagnosis.moment.record, diagnosis.moment.inference.is_recorded
-    origin = "recorded" if is_recorded else "inferred" if record.has_stacks else "unknown"
-    yield say_memory(f"{origin} categories", name=diagnosis.name)
-    if pools := diagnosis.by_category["graph pools"]:
-        yield say_memory("private pools", name=diagnosis.name, pools=pools)
-    if record.unknown_frees and not is_recorded:
-        yield say_memory("older blocks", name=diagnosis.name, count=record.unknown_frees)
 
 
 def _ranks_table(diagnoses: Sequence[MemoryDiagnosis]) -> Table | None:

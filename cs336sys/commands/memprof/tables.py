@@ -1,15 +1,16 @@
-"""The tables of ``memprof``, built from its cells; columns and formulas are described in ``docs/columns.md``."""
+"""The tables of ``memprof`` and of its plans, built from cells; ``docs/columns.md`` describes columns and formulas."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 from cs336sys.accounting.checkpointing import SUBLAYERS, best_group_size, predicted_peak, recomputed_flops
 from cs336sys.accounting.flops import count_parameters, model_flops
 from cs336sys.accounting.memory import GIB
+from cs336sys.allocations.diagnosis import MemoryDiagnosis
 from cs336sys.allocations.timeline import MEMORY_CATEGORIES
 from cs336sys.capture.range_names import STEP_PHASES
-from cs336sys.findings import sentence
+from cs336sys.findings import Finding, sentence
 from cs336sys.results.model import Cell, Run, configuration_key
 from cs336sys.settings.profiling import MemoryWorkload
 from cs336sys.settings.training import Workload
@@ -106,6 +107,27 @@ def best_strategy(training: Workload) -> str:
 
 # Renders a block of ``sentences.jinja``; for a finding ``why`` it is the cause, or its ``remedy``.
 say_memory = partial(sentence, __package__, size=partial(format_quantity, unit="bytes"), quantity=format_quantity)
+
+
+# As tables and pages call them.
+CERTAINTIES = {"measured": "proved", "looks like": "looks like"}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The sentences on a snapshot."""
+
+    diagnosis: MemoryDiagnosis
+    event: str  # The allocation that failed, and the memory held then; without a cause, why none is known.
+    causes: Sequence[Finding]
+    advice: str = ""  # What to do where there is no cause.
+
+    @property
+    def sentence(self) -> str:
+        if not self.causes:
+            return f"{self.event} {self.advice}".rstrip()
+        text = "; also, ".join(f"{say_memory('why', cause)}: {say_memory('remedy', cause)}" for cause in self.causes)
+        return f"{self.event} {text[0].upper()}{text[1:]}."
 
 
 MEMORY_SETTINGS = titles.columns_of(MemoryWorkload)
@@ -334,3 +356,33 @@ def _plan_table(cells: Sequence[Cell]) -> Table:
         *titles.planned_package_notes(trainings),
     ]
     return Table("plan", "memprof: cells and predicted memory (nothing was computed)", columns, rows, notes=notes)
+
+
+def memory_plan_tables(cells: Sequence[Cell]) -> list[Table]:
+    """Build the tables of the answer, of the plan step by step, and of each change by itself."""
+    identity = identity_columns(cells)
+    planned = measured_cells(cells)
+    answers = []
+    for cell in cells:
+        row = cell.configuration | {"status": None if cell.status == "ok" else cell.status}
+        if cell.status == "ok":
+            row |= {"answer": say_memory("plan answer", **cell.derived), "command": cell.derived.get("command")}
+        answers.append(row)
+    columns = (*identity, *named_columns("answer", "command", "status"))
+    facts = {"is_formula": all(cell.derived["by_formula"] for cell in planned)}
+    notes = [say_memory("plan origin", **facts), say_memory("plan order"), say_memory("no offloading")]
+    if any("model" in cell.configuration for cell in planned):
+        notes.append(say_memory("no fsdp"))
+    notes += titles.failure_notes(cells)
+    steps = [cell.configuration | step for cell in planned for step in cell.derived["plan"] or ()]
+    changes = [cell.configuration | change for cell in planned for change in cell.derived["changes"]]
+    option, common = Column("option", "change"), named_columns(peak_bytes="then holds", cost="cost")
+    step_columns = (*identity, option, *common, Column("pytorch", "in PyTorch"))
+    change_columns = (*identity, option, *named_columns(saved_bytes="saves"), *common)
+    return [
+        Table("answer", "what would fit", columns, answers, notes=notes),
+        *with_rows(
+            Table("steps", "the plan, one change after another", step_columns, steps),
+            Table("changes", "what each change alone would save", change_columns, changes),
+        ),
+    ]

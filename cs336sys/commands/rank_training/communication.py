@@ -35,9 +35,6 @@ class _Layout:
     def bytes(self) -> int:
         return torch.Size(self.size).numel() * self.dtype.itemsize
 
-    def allocate(self) -> Tensor:
-        return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device).zero_()
-
 
 @dataclass(frozen=True)
 class Communication:
@@ -80,7 +77,8 @@ class Communication:
         for position, leaf in enumerate(leaves):
             if isinstance(leaf, _Layout):
                 if (position, leaf) not in tensors:  # By position: no two tensors of a call share memory.
-                    tensors[position, leaf] = leaf.allocate()
+                    empty = torch.empty_strided(leaf.size, leaf.stride, dtype=leaf.dtype, device=leaf.device)
+                    tensors[position, leaf] = empty.zero_()
                 leaves[position] = tensors[position, leaf]
         arguments = tree_unflatten(leaves, structure)
         if "async_op" in call_parameters(self._operator):

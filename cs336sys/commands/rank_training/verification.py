@@ -84,8 +84,13 @@ def verify_training(workload: ParallelWorkload) -> WeightDifference:
     warmup = warmup_of_capture(workload) if workload.training.cuda_graph == "on" else 0
     reference = _reference(workload, device, warmup)
     gc.collect()  # The strategy needs the memory.
-    if reason := _why_not_comparable(workload, reference):
-        num_layers = workload.training.size.num_layers
+    training, trained, reason = workload.training, reference.trained, ""
+    if not training.is_ours and not math.isfinite(trained.loss):
+        reason = sentence(__package__, "no finite loss", model=training.user.model, loss=trained.loss)
+    elif trained.draws and (training.is_compiled or training.cuda_graph == "on"):
+        reason = sentence(__package__, "other draws", model=training.user.model)
+    if reason:
+        num_layers = training.size.num_layers
         return WeightDifference(largest=math.nan, relative=math.nan, parameter="", num_layers=num_layers, reason=reason)
     return _Comparison(workload, device, warmup, reference).farthest()
 
@@ -341,13 +346,3 @@ def _relative_to_all(expected: Mapping[str, Tensor], trained: Mapping[str, Tenso
         return math.inf
     off = math.hypot(*(norm(trained[name] - value) for name, value in expected.items()))
     return off / (math.hypot(*map(norm, expected.values())) or math.inf)
-
-
-def _why_not_comparable(workload: ParallelWorkload, reference: _Reference) -> str:
-    """Explain why weights cannot be compared, or return nothing."""
-    training, trained = workload.training, reference.trained
-    if not training.is_ours and not math.isfinite(trained.loss):
-        return sentence(__package__, "no finite loss", model=training.user.model, loss=trained.loss)
-    if trained.draws and (training.is_compiled or training.cuda_graph == "on"):
-        return sentence(__package__, "other draws", model=training.user.model)
-    return ""

@@ -125,25 +125,19 @@ def templates() -> "Environment":
 
 @dataclass
 class Answer:
-    """The sentences of a part, and the cells of one machine that they are about.
-
-    Attributes:
-        sentences: computed from the numbers; a part without sentences and tables has no answer.
-        runs: that measured what the sentences say; none for what follows from arithmetic.
-        missing: what is asked and was not measured.
-        machine: where the cells were measured, with the environment that changes results; empty for arithmetic.
-        commands: that measured them, or that print the arithmetic.
-    """
+    """The sentences of a part, and the cells of one machine that they are about."""
 
     evidence: Evidence
     handout: Handout
+    # Computed from the numbers; a part without sentences and tables has no answer.
     sentences: list[str] = field(default_factory=list)
     tables: list[Table] = field(default_factory=list)
     pictures: dict[str, Callable[[Path], None]] = field(default_factory=dict)
+    # That measured what the sentences say; none for what follows from arithmetic.
     runs: dict[str, Run] = field(default_factory=dict)
-    missing: list[str] = field(default_factory=list)
-    machine: str = ""
-    commands: Sequence[str] = ()
+    missing: list[str] = field(default_factory=list)  # What is asked and was not measured.
+    machine: str = ""  # Where the cells were measured, with the environment that changes results; empty for arithmetic.
+    commands: Sequence[str] = ()  # That measured them, or that print the arithmetic.
 
     def __post_init__(self) -> None:
         self.find, self.find_each = self.evidence.find, self.evidence.find_each
@@ -298,12 +292,6 @@ def measured(
     return answer_with_cells
 
 
-# Settings that a cell shares with the one that it is compared with, but for the setting that is compared.
-_SHARED = ("size", "mode", "context", "head_dim", "dtype", "precision", "compile", "implementation")
-
-_SURE = 1.25  # A speed-up whose ends are in a larger ratio rests on few samples, and is not named as an extreme.
-
-
 def compared(
     groups: Iterable[Selection], setting: str, base: Any, phases: Sequence[str], *order: str
 ) -> list[dict[str, Any]]:
@@ -314,10 +302,12 @@ def compared(
     ``PHASE_ms`` (medians; ``_std_ms`` with deviations), ``PHASE_speedup`` (an interval) and ``PHASE_is_sure`` (it is
     narrow). Of several invocations with the same cells, the first with the fewest undecided phases counts.
     """
+    # Settings that a cell shares with the one that it is compared with, but for the setting that is compared.
+    names = ("size", "mode", "context", "head_dim", "dtype", "precision", "compile", "implementation")
     rows: dict[tuple, dict[str, Any]] = {}
     for group in groups:
         for cell in group.measured:
-            shared = {name: cell.configuration[name] for name in _SHARED if name in cell.configuration}
+            shared = {name: cell.configuration[name] for name in names if name in cell.configuration}
             base_settings = {**shared, setting: base}.items()  # The cell's, but for the base value.
             before = next((other for other in group.measured if base_settings <= other.configuration.items()), None)
             if before is None or cell.configuration[setting] == base:
@@ -328,7 +318,8 @@ def compared(
                 speedup = ratio(old, new)
                 row |= {f"{phase}_before_ms": old.median, f"{phase}_ms": new.median, f"{phase}_speedup": speedup}
                 row |= {f"{phase}_before_std_ms": old.std, f"{phase}_std_ms": new.std}
-                row[f"{phase}_is_sure"] = speedup.high <= _SURE * speedup.low
+                # If its ends are in a larger ratio, it rests on few samples, and is not named as an extreme.
+                row[f"{phase}_is_sure"] = speedup.high <= 1.25 * speedup.low
                 row["samples"] = min(row["samples"], len(old.measured), len(new.measured))
                 row["undecided"] += speedup.is_undecided
             row["peak_before_gib"] = before.derived.get("peak_gib")

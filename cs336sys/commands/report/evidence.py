@@ -96,16 +96,11 @@ def cells_of(groups: Sequence[Selection]) -> list[Cell]:
 
 @dataclass
 class Evidence:
-    """The saved cells of one machine.
+    """The saved cells of one machine."""
 
-    Attributes:
-        machine: its GPU or CPU, and torch's version.
-        tests: outcomes by the name of the test, of a JUnit file.
-    """
-
-    machine: str = ""
+    machine: str = ""  # Its GPU or CPU, and torch's version.
     shown: list[tuple[Invocation, list[Cell]]] = field(default_factory=list)
-    tests: Mapping[str, str] = field(default_factory=dict)
+    tests: Mapping[str, str] = field(default_factory=dict)  # Outcomes by the name of the test, of a JUnit file.
 
     def find(self, command: str, preferred: Settings | None = None, /, **required: Collection[Any]) -> list[Selection]:
         """Return the command's cells with the ``required`` values of settings, the invocation with most cells first.
@@ -179,13 +174,11 @@ def evidence_of(files: Sequence[Results], tests: Mapping[str, str]) -> tuple[lis
     return most_first or [Evidence(tests=tests)], faults  # Without any cell, tests and arithmetic still answer.
 
 
-_TESTS_BYTES = 16 * MIB  # The course's tests, of which there are dozens, take 20 KB.
-
-
 def read_test_outcomes(path: Path) -> dict[str, str]:
     """Read which tests ``passed``, ``failed`` or were ``skipped``, by name, from a file of ``pytest --junitxml``."""
     try:
-        cases = list(ElementTree.fromstring(b"".join(read_chunks(path, _TESTS_BYTES))).iter("testcase"))
+        chunks = read_chunks(path, 16 * MIB)  # The course's tests, of which there are dozens, take 20 KB.
+        cases = list(ElementTree.fromstring(b"".join(chunks)).iter("testcase"))
     except UsageError:
         raise  # a ValueError that says already what is wrong
     except (OSError, ValueError, LookupError, ElementTree.ParseError) as error:

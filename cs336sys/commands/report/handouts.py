@@ -9,7 +9,7 @@ from cs336sys.accounting.hardware import datasheet, peak_tflops
 from cs336sys.accounting.memory import GIB
 from cs336sys.accounting.step_time.rates import rates_of
 from cs336sys.commands.report.problem import Command, Handout, Part, Problem, Target, arithmetic
-from cs336sys.commands.report.problems import attention, calculations, code, memory, nsys, ranks, steps
+from cs336sys.commands.report.problems import code, profiles, ranks, speed
 from cs336sys.machine.system import cpu_cores, memory_gib, read_gpus, visible_gpus
 from cs336sys.tables.numbers import format_duration
 from cs336sys.tables.table import Table, named_columns
@@ -29,18 +29,18 @@ def _problem(name: str, *answers, commands=lambda target: (), letters: str = "",
 
 def _calculations(name: str, strategy: str, letters: str, *first, mesh: str = ""):
     """As :func:`_problem`, of 2026, on a parallel strategy: its formulas answer the letters that ``first`` leaves."""
-    answers = (*first, *calculations.parallel(name, strategy, letters[len(first) :]))
+    answers = (*first, *ranks.parallel(name, strategy, letters[len(first) :]))
     commands = arithmetic(f"account parallel --strategy {strategy}{mesh}")
     return _problem(name, *answers, commands=commands, letters=letters, years=(2026,))
 
 
-_STREAM = (memory.residual_stream, arithmetic(f"account activations --size {memory.SIZE}"))
-_MEMORY = (memory.timelines, memory.peaks, memory.mixed_precision, _STREAM, memory.largest_allocations)
+_STREAM = (profiles.residual_stream, arithmetic(f"account activations --size {profiles.SIZE}"))
+_MEMORY = (profiles.timelines, profiles.peaks, profiles.mixed_precision, _STREAM, profiles.largest_allocations)
 # Where a plain step does not fit, the run with checkpoints has a block's saved tensors.
-_BLOCK = (memory.block, lambda target: [*memory.memory_commands(target), *memory.checkpointing_commands(target)])
-_NSYS = (nsys.forward_time, nsys.top_kernel, nsys.other_kernels, nsys.whole_step, nsys.softmax)
-_MIXED = (steps.dtypes, steps.layer_norm, (steps.by_size, steps.timing_commands))
-_COMPILE = (attention.compiled_attention, (steps.compiled_model, steps.compiled_model_commands))
+_BLOCK = (profiles.block, lambda target: [*profiles.memory_commands(target), *profiles.checkpointing_commands(target)])
+_NSYS = (profiles.forward_time, profiles.top_kernel, profiles.other_kernels, profiles.whole_step, profiles.softmax)
+_MIXED = (speed.dtypes, speed.layer_norm, (speed.by_size, speed.timing_commands))
+_COMPILE = (speed.compiled_attention, (speed.compiled_model, speed.compiled_model_commands))
 _OVERLAP = "ddp_overlap_individual_parameters"
 _BUCKETS = (ranks.buckets, (ranks.bucket_equation, arithmetic("account buckets --size xl")))
 _SHARDING = (ranks.memory, ranks.speeds, (ranks.against_zero, arithmetic("account memory --size {xl}")))
@@ -49,22 +49,22 @@ _FSDP_MEMORY = (ranks.fsdp_memory, arithmetic("account memory --size {xl} --stra
 # The worked example and 2025's leaderboard are no problems of the handouts, and are asked for all the same.
 # fmt: off
 _ALL = [
-    _problem("benchmarking_script", (steps.script, arithmetic("bench --help")),
-             (steps.timings, steps.timing_commands), (steps.warmup, steps.warmup_commands), letters="abc"),
-    _problem("nsys_profile", *_NSYS, commands=nsys.profile_commands, letters="abcde"),
-    _problem("mixed_precision_accumulation", steps.accumulation, commands=steps.precision_commands),
-    _problem("benchmarking_mixed_precision", *_MIXED, commands=steps.precision_commands, letters="abc"),
-    _problem("memory_profiling", *_MEMORY, commands=memory.memory_commands, letters="abcde", years=(2025,)),
-    _problem("memory_profiling", *_MEMORY, _BLOCK, commands=memory.memory_commands, letters="abcdef", years=(2026,)),
-    _problem("gradient_checkpointing", memory.nested, memory.one_recomputation,
-             commands=memory.checkpointing_commands, letters="ab", years=(2026,)),
-    _problem("pytorch_attention", attention.pytorch_attention, commands=attention.attention_commands, letters="a"),
-    _problem("torch_compile", *_COMPILE, commands=attention.attention_commands, letters="ab"),
-    _problem("weighted_sum", attention.weighted_sum, commands=attention.weighted_sum_commands),
+    _problem("benchmarking_script", (speed.script, arithmetic("bench --help")),
+             (speed.timings, speed.timing_commands), (speed.warmup, speed.warmup_commands), letters="abc"),
+    _problem("nsys_profile", *_NSYS, commands=profiles.profile_commands, letters="abcde"),
+    _problem("mixed_precision_accumulation", speed.accumulation, commands=speed.precision_commands),
+    _problem("benchmarking_mixed_precision", *_MIXED, commands=speed.precision_commands, letters="abc"),
+    _problem("memory_profiling", *_MEMORY, commands=profiles.memory_commands, letters="abcde", years=(2025,)),
+    _problem("memory_profiling", *_MEMORY, _BLOCK, commands=profiles.memory_commands, letters="abcdef", years=(2026,)),
+    _problem("gradient_checkpointing", profiles.nested, profiles.one_recomputation,
+             commands=profiles.checkpointing_commands, letters="ab", years=(2026,)),
+    _problem("pytorch_attention", speed.pytorch_attention, commands=speed.attention_commands, letters="a"),
+    _problem("torch_compile", *_COMPILE, commands=speed.attention_commands, letters="ab"),
+    _problem("weighted_sum", speed.weighted_sum, commands=speed.weighted_sum_commands),
     _problem("flash_forward", code.TILED, code.TRITON, code.causal_forward, commands=code.few_shapes, letters="abc"),
     _problem("flash_backward", code.flash_backward, commands=code.few_shapes),
-    _problem("flash_benchmarking", attention.flash_benchmarking, commands=attention.flash_commands, letters="a"),
-    _problem("leaderboard", attention.board, commands=attention.board_commands, years=(2025,)),
+    _problem("flash_benchmarking", speed.flash_benchmarking, commands=speed.flash_commands, letters="a"),
+    _problem("leaderboard", speed.board, commands=speed.board_commands, years=(2025,)),
     _problem("distributed_communication_single_node",
              ranks.all_reduce, commands=ranks.all_reduce_commands),
     _problem("naive_ddp", code.NAIVE),
@@ -74,16 +74,16 @@ _ALL = [
     _problem(f"{_OVERLAP}_benchmarking", ranks.overlapped, ranks.traces, commands=ranks.ddp_commands, letters="ab"),
     _problem("ddp_overlap_bucketed", code.BUCKETED, years=(2025,)),
     _problem("ddp_bucketed_benchmarking", *_BUCKETS, commands=ranks.ddp_commands, letters="ab", years=(2025,)),
-    _problem("communication_accounting", *map(calculations.xxl, "abcd"),
+    _problem("communication_accounting", *map(ranks.xxl, "abcd"),
              commands=arithmetic("account xxl"), letters="abcd", years=(2025,)),
     _problem("optimizer_state_sharding", code.SHARDED_OPTIMIZER),
     _problem("optimizer_state_sharding_accounting", *_SHARDING, commands=ranks.shard_commands, letters="abc"),
     _problem("fsdp", code.FSDP, years=(2026,)),
     _problem("fsdp_accounting", _FSDP_MEMORY, (ranks.fsdp_gathers, ranks.fsdp_commands), letters="ab", years=(2026,)),
-    _problem("alternate_ring_all_reduce", calculations.ring, years=(2026,)),
+    _problem("alternate_ring_all_reduce", ranks.ring, years=(2026,)),
     _calculations("data_parallel_calcs", "dp", "abc"),
     _calculations("fsdp_calcs", "fsdp", "abc"),
-    _calculations("tp_calcs", "tp", "abcd", calculations.tp_backward),
+    _calculations("tp_calcs", "tp", "abcd", ranks.tp_backward),
     _calculations("fsdp_tp_calcs", "fsdp-tp", "abcd", mesh=" --mesh 4x2"),
     _problem("leaderboard", code.training_step, commands=code.training_step_commands, years=(2026,)),
 ]
@@ -94,8 +94,6 @@ PROBLEMS = {year: tuple(problem for years, problem in _ALL if year in years) for
 # fp32 without tensor cores of a GPU that is in no table, and of a CPU core, in TFLOP/s.
 _GPU_TFLOPS = 20.0
 _CORE_TFLOPS = 0.03
-
-_CPU_SIZES = ("small", "tiny")  # Sizes that ranks on a CPU can train, the largest first.
 
 
 def target_of(
@@ -144,7 +142,7 @@ def _commands_here(part: Part, target: Target) -> list[Command]:
 def _on_cpu_ranks(part: Part, target: Target, reason: str) -> list[Command]:
     """Return a part's commands with Gloo ranks of the largest size that fits here; none where no size does."""
     note = f"on Gloo ranks of the CPU: what the handout asks {reason}"
-    for local in (target_of(target.handout, size, "cpu") for size in _CPU_SIZES):
+    for local in (target_of(target.handout, size, "cpu") for size in ("small", "tiny")):
         commands = [command for command in part.commands(local) if command.is_saved]
         # Every rank holds in this machine's memory what it would hold in a GPU's; gpus=1: no GPU is missed.
         if all((command.memory_gib or 0) * command.gpus <= (local.memory_gib or 0) for command in commands):
@@ -161,9 +159,6 @@ def why_not(command: Command, target: Target) -> str | None:
     return None
 
 
-_PLAN_COLUMNS = named_columns("command", seconds="about", memory_gib="memory", gpus="GPUs", note="note", problems="for")
-
-
 def plan_table(plan: Sequence[tuple[Command, Sequence[str]]], target: Target) -> Table:
     """Build the table of ``--dry-run``: the commands with their time and memory."""
     rows: list[dict[str, Any]] = []
@@ -175,4 +170,5 @@ def plan_table(plan: Sequence[tuple[Command, Sequence[str]]], target: Target) ->
         rows.append(row)
     total = format_duration(sum(command.seconds for command, _ in plan if why_not(command, target) is None))
     title = f"report {target.handout.year}: {len(plan)} commands, about {total} altogether"
-    return Table("plan", title, _PLAN_COLUMNS, rows)
+    columns = named_columns("command", seconds="about", memory_gib="memory", gpus="GPUs", note="note", problems="for")
+    return Table("plan", title, columns, rows)

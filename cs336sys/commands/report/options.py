@@ -23,13 +23,16 @@ from cs336sys.command_line.options.reading import (
     writes_file,
 )
 from cs336sys.command_line.options.training import DeviceOption
-from cs336sys.commands.report.handouts import why_not
-from cs336sys.commands.report.problem import Command, Problem, Target
+from cs336sys.commands.report.evidence import evidence_of, read_test_outcomes
+from cs336sys.commands.report.handouts import PROBLEMS, plan_table, planned, target_of, why_not
+from cs336sys.commands.report.problem import HANDOUTS, Command, Problem, Target
 from cs336sys.errors import CapabilityError, UsageError, require_known
 from cs336sys.processes.parent import Guarded, python_module
 from cs336sys.results.model import Results, passed_over_words, read_results
 from cs336sys.settings.fields import OUTPUT
 from cs336sys.settings.sizes import SIZES
+from cs336sys.tables.outputs import check_writable
+from cs336sys.tables.page import find_browser
 
 # Formats by what a file's name ends in.
 _FORMATS = {".html": "html", ".htm": "html", ".md": "markdown", ".markdown": "markdown"}
@@ -58,8 +61,6 @@ class WriteUpOptions:
 
     def problems(self) -> list[Problem]:
         """Return the year's problems to write up; a UsageError for an unknown year or problem, or if none is left."""
-        from cs336sys.commands.report.handouts import PROBLEMS
-
         if self.year not in PROBLEMS:
             option = f"--year {self.year}" if self.year else "no --year"
             raise UsageError(f"{option}: choose from {', '.join(map(str, PROBLEMS))}")
@@ -111,9 +112,6 @@ def report(
 
     cs336sys report --year 2026 --run --size tiny --device cpu --output tiny.html
     """
-    from cs336sys.commands.report.handouts import plan_table, planned, target_of
-    from cs336sys.commands.report.problem import HANDOUTS
-    from cs336sys.tables.outputs import check_writable
     from cs336sys.tables.render import STDOUT, emit
 
     year, size, run, folder = write_up.year, write_up.size, write_up.run, write_up.folder
@@ -151,9 +149,7 @@ def _write_up(
     sources: Mapping[Path, bool], problems: Sequence[Problem], target: Target, format: str, output: Path | None
 ) -> bool:
     """Write the document from these files (as of :func:`source_files`); return whether all named ones were readable."""
-    from cs336sys.commands.report.document import build_document
-    from cs336sys.commands.report.evidence import evidence_of
-    from cs336sys.commands.report.writing import write_document
+    from cs336sys.commands.report.document import build_document, write_document
 
     results, tests, unread = read_sources(sources)
     for path, reason in unread.items():
@@ -170,7 +166,6 @@ def _write_up(
 
 def _document_format(format: str | None, output: Path | None) -> str:
     """Return the document's format: that of ``--format``, or that of the file's ending; Markdown for stdout."""
-    from cs336sys.tables.page import find_browser
     from cs336sys.tables.render import STDOUT
 
     if format is None and output not in (None, STDOUT) and output.suffix.lower() not in _FORMATS:
@@ -184,18 +179,11 @@ def _document_format(format: str | None, output: Path | None) -> str:
     return chosen
 
 
-_NOT_RESUMABLE = ("precision",)  # Takes seconds, without --resume; others go on with what their --save file holds.
-
-_POLL_S = 1.0
-
-
 def run_commands(plan: Sequence[tuple[Command, Sequence[str]]], target: Target, folder: Path) -> list[str]:
     """Run the plan's commands, saving into the folder; cells that its files hold already are not measured again.
 
     Return the command lines that failed. A lack of a GPU or of a program is no failure.
     """
-    from cs336sys.commands.report.handouts import plan_table
-    from cs336sys.tables.outputs import check_writable
     from cs336sys.tables.render import render
 
     check_writable(folder / "results", "--folder")  # No such file is kept: this finds out whether files can be made.
@@ -224,7 +212,7 @@ def _run_and_save(command: Command, folder: Path) -> int:
     # The same files in every run, so that a command finds the cells of an earlier one.
     stem = folder / f"{name}-{hashlib.sha256(command.line.encode()).hexdigest()[:8]}"
     arguments = [*command.arguments, "--save", f"{stem}.jsonl.gz", "--output", f"{stem}.md"]
-    if name not in _NOT_RESUMABLE:
+    if name != "precision":  # Which takes seconds, without --resume; others go on with what their --save file holds.
         arguments.append("--resume")
     # The command does what its line says: no variables of its options, and an empty file instead of pyproject.toml.
     prefix = f"CS336SYS_{name.upper()}_"
@@ -233,7 +221,7 @@ def _run_and_save(command: Command, folder: Path) -> int:
     # Its tables go to standard error: standard output is the write-up's.
     program = Guarded(python_module("cs336sys", *arguments), stdout=2, env=environment)
     try:
-        while not program.has_ended(_POLL_S):  # It returns as soon as the program ends.
+        while not program.has_ended(1.0):  # It returns as soon as the program ends.
             pass
     finally:
         # Ctrl-C has reached this process alone. Every cell that was measured is in the file.
@@ -271,8 +259,6 @@ def read_sources(files: Iterable[Path]) -> tuple[list[Results], dict[str, str], 
 
     Return the results, the outcomes by the names of tests, and by file the reason why it cannot be read.
     """
-    from cs336sys.commands.report.evidence import read_test_outcomes
-
     results: list[Results] = []
     tests: dict[str, str] = {}
     unread: dict[Path, str] = {}

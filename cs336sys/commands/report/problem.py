@@ -25,21 +25,14 @@ _REACHED = 0.4  # Share of its peak that a GPU reaches in plain fp32 steps, whic
 
 @dataclass(frozen=True)
 class Handout:
-    """A year's handout, and its names of sizes.
-
-    Attributes:
-        sizes: the sizes in its table of models, by this project's names.
-        xl: this project's name of the size that it calls xl.
-        profile_sizes, profile_contexts: profiled by nsys; the handout of 2026 leaves the choice.
-        memory_contexts: measured for the memory of ``2.7b``; the first where one is enough.
-    """
+    """A year's handout, and its names of sizes."""
 
     year: int
-    sizes: tuple[str, ...]
-    xl: str
-    profile_sizes: tuple[str, ...]
+    sizes: tuple[str, ...]  # The sizes in its table of models, by this project's names.
+    xl: str  # This project's name of the size that it calls xl.
+    profile_sizes: tuple[str, ...]  # Profiled by nsys, at the next; the handout of 2026 leaves the choice.
     profile_contexts: tuple[int, ...]
-    memory_contexts: tuple[int, ...]
+    memory_contexts: tuple[int, ...]  # Measured for the memory of ``2.7b``; the first where one is enough.
 
     def called(self, size: str) -> str:
         """Return a size's name, with the handout's own where that is another."""
@@ -56,22 +49,14 @@ HANDOUTS = {
 
 @dataclass(frozen=True)
 class Target:
-    """The machine that a write-up is measured on.
-
-    Attributes:
-        size: measured instead of all sizes of the handout; contexts and grids are then small, too.
-        device: ``auto``, ``cuda`` or ``cpu``.
-        gpus: number of GPUs; without any, ranks share the CPU.
-        tflops: peak of a GPU, or of the CPU, in fp32.
-        memory_gib: memory of a GPU, or of the machine without one; None where it is unknown.
-    """
+    """The machine that a write-up is measured on."""
 
     handout: Handout
-    size: str | None = None
-    device: str = "auto"
-    gpus: int = 1
-    tflops: float = 50.0
-    memory_gib: float | None = None
+    size: str | None = None  # Measured instead of all sizes of the handout; contexts and grids are then small, too.
+    device: str = "auto"  # ``auto``, ``cuda`` or ``cpu``.
+    gpus: int = 1  # Number of GPUs; without any, ranks share the CPU.
+    tflops: float = 50.0  # Peak of a GPU, or of the CPU, in fp32.
+    memory_gib: float | None = None  # Memory of a GPU, or of the machine without one; None where it is unknown.
 
     @property
     def is_small(self) -> bool:
@@ -91,22 +76,14 @@ class Target:
 
 @dataclass(frozen=True)
 class Command:
-    """A command line of the write-up.
+    """A command line of the write-up."""
 
-    Attributes:
-        arguments: what follows ``cs336sys``, without ``--save``.
-        seconds: about how long it takes on the machine it was planned for.
-        memory_gib: about the most that a GPU (or the CPU) must hold; None where that is little.
-        is_saved: the command measures, and has ``--save``; others are arithmetic.
-        note: why it replaces another command.
-    """
-
-    arguments: tuple[str, ...]
-    seconds: float = 0.0
-    memory_gib: float | None = None
+    arguments: tuple[str, ...]  # What follows ``cs336sys``, without ``--save``.
+    seconds: float = 0.0  # About how long it takes on the machine it was planned for.
+    memory_gib: float | None = None  # About the most that a GPU (or the CPU) must hold; None where that is little.
     gpus: int = 1
-    is_saved: bool = True
-    note: str | None = None
+    is_saved: bool = True  # The command measures, and has ``--save``; others are arithmetic.
+    note: str | None = None  # Why it replaces another command.
 
     @property
     def line(self) -> str:
@@ -180,15 +157,10 @@ def sized(large: Commands, small: Commands = lambda target: ()) -> Commands:
 
 @dataclass(frozen=True)
 class Part:
-    """One lettered question, and the commands that its answer is computed from.
+    """One lettered question, and the commands that its answer is computed from."""
 
-    Attributes:
-        letter: ``a``; empty where the problem is one question.
-        answer: fills an :class:`~cs336sys.commands.report.answer.Answer` from the cells of one machine.
-    """
-
-    letter: str
-    answer: Callable[[Any], None]
+    letter: str  # ``a``; empty where the problem is one question.
+    answer: Callable[[Any], None]  # Fills an :class:`Answer` from the cells of one machine.
     commands: Commands = lambda target: ()
 
 

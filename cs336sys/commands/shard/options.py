@@ -194,7 +194,7 @@ def shard(
 
     cs336sys shard --size 8b --board --memory-limit 130GiB
     """
-    from cs336sys.commands.rank_training.scaling_tables import plot_scaling, with_scaling
+    from cs336sys.commands.rank_training.tables import plot_scaling, with_scaling
     from cs336sys.commands.shard.tables import plot_memory, shard_plan, sharding_tables
 
     if sharding.board:

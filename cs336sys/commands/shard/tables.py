@@ -14,7 +14,7 @@ from cs336sys.accounting.sharding.cells import memory_of, predicted_rank_memory,
 from cs336sys.accounting.sharding.selective_checkpointing import kept_peak, kept_step
 from cs336sys.accounting.sharding.step import MOMENTS, RankMemory
 from cs336sys.commands.rank_training import tables as of_steps
-from cs336sys.commands.rank_training.scaling_tables import scaling_picture, with_scaling
+from cs336sys.commands.rank_training.tables import scaling_picture, with_scaling
 from cs336sys.results.model import Cell, Run, configuration_key
 from cs336sys.results.statistics import ratio
 from cs336sys.settings.parallel import ParallelWorkload

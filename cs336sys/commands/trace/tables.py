@@ -13,8 +13,7 @@ from typing import Any
 from cs336sys.accounting.communication import WITH_BUS_BANDWIDTH, BusBandwidths, bus_factor
 from cs336sys.accounting.hardware import Ceilings
 from cs336sys.accounting.memory import GIB
-from cs336sys.capture.analysis import Analysis, KernelGroup
-from cs336sys.capture.breakdown import IDLE_PARTS, StepPart
+from cs336sys.capture.analysis import IDLE_PARTS, Analysis, KernelGroup, StepPart
 from cs336sys.capture.capture import RECEIVE, SEND
 from cs336sys.capture.operators import operator_work, roofline
 from cs336sys.capture.ranks import RankMatching, find_stragglers, local_ms

@@ -94,8 +94,14 @@ def measure_rates(configuration: dict[str, Any], progress: Progress) -> Outcome:
     shape = size.batch_size, size.num_heads, size.context, size.head_dim
     # Attention has two products forward and five backward, each of so many multiply-adds.
     square = attention_square(size.batch_size * size.num_heads, size.context, size.head_dim, "cpu")
-    for name, attention in (("flash", flash_attention), ("sdpa", F.scaled_dot_product_attention)):
-        forward_s, backward_s = _attention_seconds(attention, shape)
+    attentions: dict[str, Any] = {"flash": flash_attention, "sdpa": F.scaled_dot_product_attention}
+    for name, attention in attentions.items():
+        inputs = [torch.randn(shape, requires_grad=True) for _ in range(3)]
+        forward = functools.partial(attention, *inputs, is_causal=True)
+        output = forward()
+        gradient = torch.ones_like(output)
+        backward = functools.partial(torch.autograd.grad, output, inputs, gradient, retain_graph=True)
+        forward_s, backward_s = _median_seconds(forward), _median_seconds(backward)
         seconds |= {f"{name}_forward": forward_s / (2 * square), f"{name}_backward": backward_s / (5 * square)}
     parameters = size.vocab_size * size.d_model  # Over a tensor as large as the embedding.
     seconds["course_parameters"] = _update_seconds(replace(workload, optimizer="course"), parameters) / parameters
@@ -103,16 +109,6 @@ def measure_rates(configuration: dict[str, Any], progress: Progress) -> Outcome:
     seconds["state_bytes"] = _update_seconds(replace(workload, optimizer="fused"), parameters) / (28 * parameters)
     seconds["kernels"] = operation_s
     return Outcome("ok", derived={"seconds": seconds})
-
-
-def _attention_seconds(attention: Callable[..., torch.Tensor], shape: tuple[int, ...]) -> tuple[float, float]:
-    """Return the seconds of causal attention on queries, keys and values of a shape, forward and backward."""
-    inputs = [torch.randn(shape, requires_grad=True) for _ in range(3)]
-    run = functools.partial(attention, *inputs, is_causal=True)
-    output = run()
-    gradient = torch.ones_like(output)
-    backward = functools.partial(torch.autograd.grad, output, inputs, gradient, retain_graph=True)
-    return _median_seconds(run), _median_seconds(backward)
 
 
 def _update_seconds(workload: Workload, parameters: int) -> float:

@@ -370,10 +370,8 @@ def _measured_configuration(configuration: StepConfiguration) -> dict[str, Any]:
 class _Race:
     """Candidates that are measured in rounds until one is the fastest by ``compare``'s statistic, or time is over.
 
-    Args:
-        chosen: the ``count`` best, and maybe the plain configuration.
-        reserves: the next best, measured in place of candidates that do not run or compute something else.
-        budget_s: after which no more is measured.
+    ``chosen`` are the ``count`` best, and maybe the plain configuration; ``reserves``, the next best, are measured in
+    place of candidates that do not run or compute something else. After ``budget_s`` no more is measured.
     """
 
     def __init__(self, chosen: Sequence[Candidate], reserves: Sequence[Candidate], *, count: int, budget_s: float):

@@ -1,7 +1,8 @@
-"""Compare ranks with one process, moment by moment: find the first tensor that is off, and by how much."""
+"""Compare ranks with one process, moment by moment, and with each other: find what is off first, and by how much."""
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,13 +10,14 @@ import torch
 from torch import Tensor
 
 from cs336sys.commands.verify.program import Training
-from cs336sys.commands.verify.reference import Reference
+from cs336sys.commands.verify.training import Reference
 from cs336sys.findings import Finding, sentence
-from cs336sys.parity.collectives import CollectiveLaunch
+from cs336sys.parity.collectives import CollectiveLaunch, first_disagreement
+from cs336sys.parity.optimizers import OptimizerSpec
 from cs336sys.parity.record import RankReport, Record, assemble
 from cs336sys.parity.rounding import rounding_in
 from cs336sys.parity.weights import EXPLAINED, norm, relative_difference
-from cs336sys.settings.verification import Program
+from cs336sys.settings.verification import Program, VerifiedWorkload
 
 GRADIENT_PHASES = ("backward", "finish", "optimizer")  # In which gradients are sent.
 
@@ -218,3 +220,78 @@ class ComparedCase:
             )
         elif relative > self.largest and size:  # Relative to a size of 0, any difference is infinite.
             self.largest, self.largest_of = relative, f"{kind} {name}".strip()
+
+
+def diagnose_lost_ranks(reason: str, is_hang: bool, reports: Sequence[RankReport]) -> Finding:
+    """Say why ranks wait for each other or died, by the collectives that they launched."""
+    cause, launches = "hang" if is_hang else "died", [report.launches for report in reports]
+    if not any(launches):
+        return Finding(cause, facts={"block": "lost_ranks", "reason": reason})
+    last = max(launches, key=len)[-1]  # Of the rank that came farthest.
+    messages = [launch for rank_launches in launches for launch in rank_launches if launch.is_point_to_point]
+    receives = sum(launch.name.startswith("recv") for launch in messages)
+    if (difference := first_disagreement(launches)) is not None:
+        reason, last = difference
+    elif 2 * receives > len(messages):  # More than were sent.
+        rank = next(rank for rank, rank_launches in enumerate(launches) if rank_launches[-1:] == [last])
+        reason = sentence(__package__, "hang receive", rank=rank, launch=last)
+    else:
+        reason = f"{reason}, after {last.description}"
+    return Finding(cause, last.line, facts={"block": "lost_ranks", "reason": reason, "collective": last.description})
+
+
+# Cases that compare ranks with each other, or with a rank alone, rather than numbers with those of one process.
+
+
+def diagnose_masks(workload: VerifiedWorkload, reports: Sequence[RankReport]) -> Finding | None:
+    """Say whether dropout masks differ between ranks that have the same sequences, or are equal between others."""
+    masks = [(workload.data_place(rank), report.masks) for rank, report in enumerate(reports)]
+    pairs = [  # Whether the two ranks have the same sequences, and the mask of each.
+        (place == other_place, mask, other_mask)
+        for (place, mask), (other_place, other_mask) in itertools.combinations(masks, 2)
+        if mask is not None and other_mask is not None
+    ]
+    if any(shares and mask.shape == other.shape and not torch.equal(mask, other) for shares, mask, other in pairs):
+        return fault("dropout", "shared")
+    if any(not shares and torch.equal(mask, other) for shares, mask, other in pairs):
+        return fault("dropout")
+    return None
+
+
+def merged_spec(reports: Sequence[RankReport]) -> OptimizerSpec | None:
+    """Return the wrap's optimizer with all ranks' settings, of a parameter the first rank's; None if it has none."""
+    specs = [report.optimizer for report in reports if report.optimizer is not None]
+    settings = {name: values for spec in reversed(specs) for name, values in spec.settings.items()}
+    return OptimizerSpec(specs[0].optimizer_class, settings) if specs else None
+
+
+def diagnose_groups(
+    reports: Sequence[RankReport], in_one_process: RankReport, shapes: Mapping[str, torch.Size]
+) -> tuple[Finding | None, list[str]]:
+    """Say which parameter has other settings of the optimizer than on one rank, None if none; and what is unknown."""
+    spec, expected = merged_spec(reports), in_one_process.optimizer  # The latter is None where the wrap fails there.
+    assert spec is not None  # Else the case does not apply.
+    seen_shapes = {name: shape for report in reports for name, shape in report.optimizer_shapes.items()}
+    sliced = [name for name, shape in seen_shapes.items() if len(shape) < len(shapes[name])]
+    not_compared = [
+        sentence(__package__, "groups of slices", name=name, sees=seen_shapes[name], shape=shapes[name])
+        for name in sliced[:1]  # The first stands for all.
+    ]
+    for name, (_, settings) in spec.settings.items():  # The class of the parameter's optimizer, and its settings.
+        _, expected_settings = (None, {}) if expected is None else expected.settings.get(name, (None, {}))
+        for key, value in settings.items():
+            if expected_settings.get(key, value) != value:
+                facts: dict[str, Any] = {"name": name, "key": key, "value": value, "expected": expected_settings[key]}
+                facts |= {"sees": seen_shapes.get(name), "shape": shapes[name]}
+                return fault("groups", **facts), not_compared
+    # A group for matrices stays empty, on every rank, where the optimizer sees them as flattened slices.
+    flattened = [name for name in sliced if len(seen_shapes[name]) < 2]
+    used = [settings for _, settings in spec.settings.values()]
+    unused = [settings for settings in reports[0].empty_groups if settings not in used]
+    if not flattened or not unused or any(report.empty_groups != reports[0].empty_groups for report in reports):
+        return None, not_compared
+    name = flattened[0]  # Named for all.
+    _, its_settings = spec.settings[name]
+    group = ", ".join(f"{key} {value}" for key, value in unused[0].items() if its_settings.get(key) != value)
+    facts = {"settings": group, "count": len(flattened), "name": name, "sees": seen_shapes[name], "shape": shapes[name]}
+    return fault("groups", "flattened", **facts), not_compared

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from cs336sys.commands.verify import diagnosis as diagnoses
-from cs336sys.commands.verify import reference as references
+from cs336sys.commands.verify import comparison as comparisons
+from cs336sys.commands.verify import training as trainings
 from cs336sys.commands.verify.comparison import ComparedCase, fault, with_facts
+from cs336sys.commands.verify.diagnosis import diagnose_case
 from cs336sys.commands.verify.program import Training
-from cs336sys.commands.verify.rank import is_sound, train_on_rank
 from cs336sys.commands.verify.wraps import line_of_wrap
 from cs336sys.errors import CapabilityError, LostProcessError, UserCodeError
 from cs336sys.findings import Finding, sentence
@@ -102,8 +102,8 @@ class _Case:
                 user_models.load(workload.wrap)
         self._ranks(workload.timeout_s)  # Called for its effect: they start while this process trains.
         dtype = torch.float32 if self.plain_step in _float32_only else None  # None: float64, if the model can.
-        training = references.choose_training(workload, self.device, dtype)
-        self.training = references.with_max_norm(training) if self.program.clips else training
+        training = trainings.choose_training(workload, self.device, dtype)
+        self.training = trainings.with_max_norm(training) if self.program.clips else training
 
     def outcome(self) -> Outcome:
         """Run the case, in float32 if its wrap computes in no float64, and judge it."""
@@ -135,12 +135,16 @@ class _Case:
         if (refusal := self._refusal(run.reports)) is not None:
             return refusal
         if program.masks:  # They were recorded, and nothing was trained.
-            return self._agreed(diagnoses.diagnose_masks(self.workload, run.reports))
+            return self._agreed(comparisons.diagnose_masks(self.workload, run.reports))
         if self.workload.case == "groups":  # It builds the optimizer, and runs no step.
             return self._compare_groups(run.reports)
         self.progress(f"{self.workload.case}: one process")
-        # Afterwards self.training has the wrap's optimizer, and the workload of ranks that loaded what others saved.
-        reference = self._train_reference(program, run.reports)
+        optimizer = comparisons.merged_spec(run.reports)
+        # With the wrap's optimizer, and the workload of ranks that loaded what others saved.
+        self.training = replace(self.training, workload=self.workload, optimizer=optimizer)
+        optimizer_class = optimizer and optimizer.optimizer_class
+        with refusing_optimizer(optimizer_class, failure="fails") if optimizer_class else contextlib.nullcontext():
+            reference = trainings.train_reference(self.training, program)
         compared = ComparedCase(self.training, program, reference, run.reports)
         # A wrap that runs whole steps may leave other gradients in .grad than those by which it has stepped.
         if run.reports[0].runs_steps and compared.differences_of("gradient") and _leaves_unused_gradients(compared):
@@ -173,7 +177,7 @@ class _Case:
         training = replace(self.training, optimizer=None)  # Ranks have the wrap's.
         try:
             ranks = self._ranks(timeout_s or self.workload.timeout_s)
-            reports = ranks.run(partial(train_on_rank, watch=watch, folder=self.folder), training, program)
+            reports = ranks.run(partial(trainings.train_on_rank, watch=watch, folder=self.folder), training, program)
             failed = [report for report in reports if report.failure]
             if failed and not self._are_sound(ranks, reports):
                 launch.end_kept()
@@ -192,7 +196,7 @@ class _Case:
         """Return whether ranks of which some failed can still communicate."""
         with contextlib.suppress(RankError, LostProcessError):
             is_lost = any(report.is_timeout for report in reports)  # Its collective may still be under way.
-            return not is_lost and all(ranks.run(is_sound, self.workload.world_size))
+            return not is_lost and all(ranks.run(trainings.is_sound, self.workload.world_size))
         return False
 
     def _loaded_by_others(self, training: Training, program: Program) -> list[RankReport]:
@@ -204,19 +208,11 @@ class _Case:
             raise CapabilityError("with several dimensions of the mesh there is no smaller one of its kind")
         rank_count = max(1, workload.world_size // 2)
         smaller = replace(workload, world_size=rank_count, mesh=next(iter(workload.dimensions)))  # Of one dimension.
-        load_and_train = partial(train_on_rank, folder=self.folder, saved_ranks=workload.world_size)
+        load_and_train = partial(trainings.train_on_rank, folder=self.folder, saved_ranks=workload.world_size)
         with launch.start(rank_count, backend=self.backend, timeout_s=workload.timeout_s) as ranks:
             reports = ranks.run(load_and_train, replace(training, workload=smaller), program)
         self.workload = smaller  # These ranks are compared, not those that saved.
         return reports
-
-    def _train_reference(self, program: Program, reports: Sequence[RankReport]) -> references.Reference:
-        """Train in one process as the ranks that ran last: ``self.training`` gets their workload and optimizer."""
-        optimizer = diagnoses.merged_spec(reports)
-        self.training = replace(self.training, workload=self.workload, optimizer=optimizer)
-        optimizer_class = optimizer and optimizer.optimizer_class
-        with refusing_optimizer(optimizer_class, failure="fails") if optimizer_class else contextlib.nullcontext():
-            return references.train_reference(self.training, program)
 
     def _refusal(self, reports: Sequence[RankReport]) -> Outcome | None:
         """Return what a wrap's errors mean, and ``when`` they came: the plain step is wrong, others are refused."""
@@ -276,15 +272,15 @@ class _Case:
 
     def _compare_groups(self, reports: Sequence[RankReport]) -> Outcome:
         """Compare the groups of the ranks' optimizers with those that the wrap makes here, on a single rank."""
-        if diagnoses.merged_spec(reports) is None:
+        if comparisons.merged_spec(reports) is None:
             return _refused("the wrap has no optimizer", "does not apply")
         if started_outside() is not None:
             return _refused("ranks that torchrun started cannot be joined by one alone: run verify by itself")
         one_rank_workload = replace(self.workload, world_size=1, mesh=next(iter(self.workload.dimensions)))
-        in_one_process = train_on_rank(replace(self.training, workload=one_rank_workload), self.program)
+        in_one_process = trainings.train_on_rank(replace(self.training, workload=one_rank_workload), self.program)
         model = build_subject(self.workload, self.program, torch.device("cpu"), self.training.dtype).model
         shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-        diagnosis, not_compared = diagnoses.diagnose_groups(reports, in_one_process, shapes)
+        diagnosis, not_compared = comparisons.diagnose_groups(reports, in_one_process, shapes)
         if in_one_process.failure:
             not_compared.insert(0, f"the groups of one process, in which the wrap fails: {in_one_process.failure}")
         return self._agreed(diagnosis, not_compared)
@@ -298,16 +294,24 @@ class _Case:
             # A case is not blamed for a fault of the plain step, which outcome() keeps in _plain_step_diagnoses.
             _Case(self.plain_step, self.folder, self.progress).outcome()
         plain_fault = _plain_step_diagnoses[self.plain_step]
-        watched = self._watch_again(program, plain_fault)
+        if program.resume == "ranks":
+            # The ranks that loaded have ended: those of the plain step show the wrap's precision, but nothing else.
+            plain_case = _Case(self.plain_step, self.folder, self.progress)
+            run = plain_case.run_on_ranks(plain_case.program, watch=True)
+        elif plain_fault is None or workload.case == "late":  # Numbers of late ranks may change from run to run.
+            run = self.run_on_ranks(program, watch=True)
+        else:
+            run = RanksRun()  # What is wrong like the plain step is not run again.
+        watched = () if run.lost_because else run.reports
         lower = {pair for report in (*reports, *watched) for pair in report.dtypes}
         if lower and reference.lower_dtype is None:  # One process has not yet rounded as these ranks do.
-            reference = references.with_lower_precision(self.training, program, reference, _least_precise(lower))
+            reference = trainings.with_lower_precision(self.training, program, reference, _least_precise(lower))
             compared = ComparedCase(self.training, program, reference, reports)
             if not compared.differences:
                 return _ok(", ".join(compared.not_compared), self._notes(reports, lower), compared)
         compared.watched = () if program.resume == "ranks" else watched
         compared.is_plain_step_right = plain_fault is None
-        diagnosis = diagnoses.diagnose_case(compared, plain_fault)
+        diagnosis = diagnose_case(compared, plain_fault)
         notes = self._notes(reports, lower)
         if diagnosis.cause == "optimizer" and reports[0].hides_optimizer:
             _, _, note = notes[0].partition(": ")  # The first note is of the optimizer; without the wrap's name.
@@ -316,18 +320,6 @@ class _Case:
             _plain_step_diagnoses[workload] = diagnosis
         return self._diagnosed(diagnosis, compared, notes)
 
-    def _watch_again(self, program: Program, plain_fault: Finding | None) -> Sequence[RankReport]:
-        """Run what is wrong again with its collectives watched; none where it is wrong like the plain step, or lost."""
-        if program.resume == "ranks":
-            # The ranks that loaded have ended: those of the plain step show the wrap's precision, but nothing else.
-            plain_case = _Case(self.plain_step, self.folder, self.progress)
-            run = plain_case.run_on_ranks(plain_case.program, watch=True)
-        elif plain_fault is None or self.workload.case == "late":  # Numbers of late ranks may change from run to run.
-            run = self.run_on_ranks(program, watch=True)
-        else:
-            return ()
-        return () if run.lost_because else run.reports
-
     def _lost_outcome(self, program: Program, run: RanksRun) -> Outcome:
         """Diagnose why ranks hang or died, by the collectives that they launched."""
         self.progress(f"{self.workload.case}: diagnosis")
@@ -335,7 +327,7 @@ class _Case:
         if run.is_hang and not any(report.launches for report in reports):
             # To see the same again takes less time: what ranks compile is in its caches by now.
             reports = self.run_on_ranks(program, watch=True, timeout_s=self.workload.timeout_s / 4).reports
-        return self._diagnosed(diagnoses.diagnose_lost_ranks(run.lost_because, run.is_hang, reports))
+        return self._diagnosed(comparisons.diagnose_lost_ranks(run.lost_because, run.is_hang, reports))
 
     def _diagnosed(self, diagnosis: Finding, case: ComparedCase | None = None, notes: Sequence[str] = ()) -> Outcome:
         """Return the outcome of a fault, with the first difference of ``case`` where something was compared."""

@@ -18,6 +18,7 @@ from cs336sys.settings.sizes import SIZES, ModelSize
 from cs336sys.settings.training import Workload
 from cs336sys.settings.user_code import digest, is_user_code
 from cs336sys.settings.verification import CASES, SEQUENCES, SMALL, WRAPS, VerifiedWorkload
+from cs336sys.tables.outputs import write_file
 
 
 @options.setting_options(ModelSize, "size")
@@ -99,8 +100,6 @@ def verify(
     def tables(cells: Sequence[Cell], machine: Run | None) -> list[Table]:
         built = with_rows(*verify_tables(cells, machine))
         if html is not None:
-            from cs336sys.tables.outputs import write_file
-
             page = html_page(f"cs336sys verify: {', '.join(verification.wrap)}", [html_table(table) for table in built])
             write_file(html, page.encode(), "--html")
         return built

@@ -32,11 +32,7 @@ from cs336sys.training import user_models
 
 _MOST_ELEMENTS = 2e7  # Of all steps together, to be compared after every step; of more, after the first and the last.
 
-_EVALUATION_STEP = 900  # No step trains on the batch of this one.
-
 _OTHER_SEED = 1000  # How far apart the seeds are of ranks with different weights, and of models that are loaded into.
-
-_LOSS_SCALE = 1024.0  # A power of two, so that scaling rounds nothing.
 
 # Settings of optimizers that change no number, or that the class itself does not take.
 _IGNORED_SETTINGS = ("initial_lr", "foreach", "fused", "capturable", "differentiable", "flat")
@@ -133,10 +129,10 @@ class ProgramRun:
         self._name_tensors(module, plain_parameters, buffer_names)
         if self.training.optimizer is not None:
             self.optimizer = self.training.optimizer.build(self.parameters)  # One process has no wrap's.
-        # Scaling rounds nothing, so one process has the same gradients without it. A scale grows after 10**6 steps.
+        # A power of two rounds nothing: one process has the same gradients without. A scale grows after 10**6 steps.
         scales = self.on_ranks and self.program.scales
         self.scaler = self.wrapped.scaler_class(
-            self.device.type, init_scale=_LOSS_SCALE, growth_interval=10**6, enabled=scales
+            self.device.type, init_scale=1024.0, growth_interval=10**6, enabled=scales
         )
         self._report_wrap()
 
@@ -291,7 +287,12 @@ class ProgramRun:
         self._record_step(step, total_loss)
         watcher.phase = "clip"
         if self.program.clips:
-            self.record.add_number("norm", step, self._clip())
+            max_norm = self.training.max_norm
+            if self.on_ranks:
+                norm = self.wrapped.clip(self.optimizer, max_norm)
+            else:
+                norm = nn.utils.clip_grad_norm_(self.parameters.values(), max_norm).item()
+            self.record.add_number("norm", step, norm)
         watcher.phase = "optimizer"
         # One process, whose losses are all finite, skips what ranks must skip.
         if self.on_ranks or not self.program.overflows(step):
@@ -332,21 +333,19 @@ class ProgramRun:
         return tree_map_only(Tensor, part_of, batch)
 
     def _loss(self, inputs: Any, targets: Any) -> Tensor:
-        output = self._call(inputs)
+        """Call the model, with copies of weights and inputs in ``copies_dtype`` where that is set; return the loss."""
+        model, dtype = self.wrapped.module, self.copies_dtype
+        if dtype is None:
+            output = user_models.call_model(model, inputs)
+        else:
+            # As fully sharded models in half precision. Tied weights have a copy by each of their names.
+            copies = cast_floating(dict(model.named_parameters(remove_duplicate=False)), dtype)
+            inputs = cast_floating(inputs, dtype)
+            arguments, named = ((), inputs) if isinstance(inputs, dict) else (inputs, None)
+            output = functional_call(model, copies, arguments, named, tie_weights=False)
         if self.wrapped.loss is not None:
             return self.wrapped.loss(output, targets)
         return subjects.loss_of(self.workload, output, targets)
-
-    def _call(self, inputs: Any) -> Any:
-        """Call the model, with copies of weights and inputs in ``copies_dtype`` where that is set."""
-        model, dtype = self.wrapped.module, self.copies_dtype
-        if dtype is None:
-            return user_models.call_model(model, inputs)
-        # As fully sharded models in half precision. Tied weights have a copy by each of their names.
-        copies = cast_floating(dict(model.named_parameters(remove_duplicate=False)), dtype)
-        inputs = cast_floating(inputs, dtype)
-        arguments, named = ((), inputs) if isinstance(inputs, dict) else (inputs, None)
-        return functional_call(model, copies, arguments, named, tie_weights=False)
 
     def _backward(self, loss: Tensor, step: int) -> None:
         """Run the wrap's or torch's backward pass of the scaled loss, which on one rank is infinite if it overflows."""
@@ -358,18 +357,11 @@ class ProgramRun:
         for handle in handles:
             handle.remove()
 
-    def _clip(self) -> float:
-        """Clip gradients, and return their norm before."""
-        max_norm = self.training.max_norm
-        if self.on_ranks:
-            return self.wrapped.clip(self.optimizer, max_norm)
-        return nn.utils.clip_grad_norm_(self.parameters.values(), max_norm).item()
-
     def _evaluate(self) -> float:
         """Return the loss of the evaluation's batch, of the shares that are trained on here."""
         module = self.wrapped.module
         module.eval()
-        batch = subjects.batch_of(self.workload, self.device, self.dtype, _EVALUATION_STEP)
+        batch = subjects.batch_of(self.workload, self.device, self.dtype, step=900)  # Which no step trains on.
         with torch.no_grad():
             losses = [self._loss(*self._part_of(share, batch)).item() * share.weight for share in self.shares(1)]
         module.train()

@@ -18,8 +18,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from cs336sys.errors import CapabilityError, UserCodeError, a_value, choose_from
 from cs336sys.parallel import ddp
+from cs336sys.parallel.fsdp import FSDP
 from cs336sys.parallel.gradient_slices import ShardedGradScaler
 from cs336sys.parallel.sharded_optimizer import ShardedOptimizer
+from cs336sys.parallel.tensor_parallel import TensorParallel
 from cs336sys.parity import optimizers
 from cs336sys.parity.subject import loss_of
 from cs336sys.settings.user_code import is_user_code
@@ -27,8 +29,6 @@ from cs336sys.settings.verification import VerifiedWorkload
 from cs336sys.training import user_models
 from cs336sys.training.model import blocks_of
 from cs336sys.training.ranks.tensor_strategies import torch_linear
-
-_MESH_NAMES = ("mesh", "device_mesh", "mesh_or_group")  # Of parameters that take a mesh; GROUP_NAMES take a group.
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,8 @@ def _call_with_ranks(function: Callable[..., Any], model: nn.Module, mesh: Devic
     with contextlib.suppress(ValueError):  # Python does not know the parameters of some functions in C.
         parameters = list(inspect.signature(function).parameters.values())[1:]
     group = mesh.get_group() if mesh.ndim == 1 else dist.group.WORLD  # A larger mesh has a group a dimension.
-    values: dict[str, Any] = dict.fromkeys(optimizers.GROUP_NAMES, group) | dict.fromkeys(_MESH_NAMES, mesh)
+    values: dict[str, Any] = dict.fromkeys(("mesh", "device_mesh", "mesh_or_group"), mesh)
+    values |= dict.fromkeys(optimizers.GROUP_NAMES, group)
     for parameter in parameters:
         if parameter.name in values:
             return function(model, **{parameter.name: values[parameter.name]})
@@ -228,15 +229,11 @@ def _flat_optimizer(call: WrapCall) -> Any:
 
 
 def _fsdp(call: WrapCall) -> Any:
-    from cs336sys.parallel.fsdp import FSDP
-
     blocks = None if call.workload.training.is_ours else call.blocks or None  # None: FSDP finds blocks itself.
     return SimpleNamespace(module=FSDP(call.model, unit_modules=blocks), scaler_class=ShardedGradScaler)
 
 
 def _tensor(call: WrapCall) -> Any:
-    from cs336sys.parallel.tensor_parallel import TensorParallel
-
     module = TensorParallel(call.model, call.mesh)
     return SimpleNamespace(module=module, loss=module.loss, scaler_class=ShardedGradScaler)
 

@@ -1,4 +1,4 @@
-"""What the tests run on ranks: strategies that are wrong in one way, and steps looked at from inside."""
+"""What the tests run on ranks: training that is wrong in one way, and steps looked at from inside."""
 
 import contextlib
 import functools
@@ -7,7 +7,6 @@ import importlib
 import os
 import signal
 import time
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -25,11 +24,13 @@ from cs336sys.commands.rank_training.communication import (
 from cs336sys.commands.rank_training.measure import measure_parallel_training
 from cs336sys.commands.rank_training.rank import build_recorded, verify_on_rank
 from cs336sys.parallel.collectives import all_gather_single, reduce_scatter_single
+from cs336sys.parallel.context_parallel import attention
 from cs336sys.parallel.ranks import launch
+from cs336sys.parallel.tensor_parallel import layers, wrapper
 from cs336sys.parity.weights import WeightDifference
 from cs336sys.run.cells import Outcome
 from cs336sys.training.ranks import step as step_module
-from cs336sys.training.ranks import strategies
+from cs336sys.training.ranks import strategies, tensor_strategies
 from cs336sys.training.ranks.step import ParallelStep
 
 CPU = torch.device("cpu")
@@ -67,7 +68,7 @@ def import_compiler() -> None:
 
 def break_overlap(how: str) -> None:
     """From now on strategy ``overlap`` is wrong on this rank."""
-    strategies.replicated = _broken(_BREAKS[how])
+    strategies.replicated = _broken(how)
 
 
 def repair() -> None:
@@ -153,73 +154,44 @@ def killed_between_replays(workload):
     torch.cuda.synchronize()
 
 
-def _broken(breaks: Callable) -> strategies.Prepare:
+# Whose gradient is left as a rank has it, by what is wrong then.
+_OWN = {
+    "norm left out": "layers.0.ln1.weight",
+    "head left out": "lm_head.weight",
+    "tiny left out": "tiny",
+    "query left out": "query.bias",
+}
+
+
+def _broken(how: str) -> strategies.Prepare:
+    """Strategy ``overlap`` with averaged gradients that are wrong: one of ``_OWN``, "sum", "stale" or "nan"."""
+
     def prepare(workload, *arguments):
         replica = _RIGHT(workload, *arguments)
         if workload.strategy != "overlap":
             return replica
-        gradients = breaks(list(replica.model.module.named_parameters()))
+        parameters, kept = dict(replica.model.module.named_parameters()), {}
+        own = _OWN.get(how)
+        if own is not None:
+            parameters[own].register_hook(lambda gradient: kept.update({own: gradient.clone()}))
 
         def synchronize():
             replica.synchronize()
-            gradients()
+            for name, parameter in parameters.items():
+                if how == "sum":
+                    parameter.grad.mul_(dist.get_world_size())
+                elif how == "stale":  # Those of the step before.
+                    now = parameter.grad.clone()
+                    parameter.grad.copy_(kept.get(name, now))
+                    kept[name] = now
+                elif name == own:
+                    parameter.grad.copy_(kept[name])
+            if how == "nan" and dist.get_rank() == 1:
+                next(iter(parameters.values())).grad[0] = torch.nan
 
         return replace(replica, synchronize=synchronize)
 
     return prepare
-
-
-def _sum_in_place_of_mean(named):
-    def gradients():
-        for _, parameter in named:
-            parameter.grad.mul_(dist.get_world_size())
-
-    return gradients
-
-
-def _own_gradient_of(wanted):
-    def breaks(named):
-        sent = {}
-        parameter = dict(named)[wanted]
-        parameter.register_hook(lambda gradient: sent.update(gradient=gradient.clone()))
-
-        def gradients():
-            parameter.grad.copy_(sent["gradient"])
-
-        return gradients
-
-    return breaks
-
-
-def _gradients_of_the_step_before(named):
-    before = {}
-
-    def gradients():
-        for name, parameter in named:
-            now = parameter.grad.clone()
-            parameter.grad.copy_(before.get(name, now))
-            before[name] = now
-
-    return gradients
-
-
-def _not_a_number_on_rank_1(named):
-    def gradients():
-        if dist.get_rank() == 1:
-            named[0][1].grad[0] = torch.nan
-
-    return gradients
-
-
-_BREAKS = {
-    "sum": _sum_in_place_of_mean,
-    "norm left out": _own_gradient_of("layers.0.ln1.weight"),
-    "head left out": _own_gradient_of("lm_head.weight"),
-    "tiny left out": _own_gradient_of("tiny"),
-    "query left out": _own_gradient_of("query.bias"),
-    "stale": _gradients_of_the_step_before,
-    "nan": _not_a_number_on_rank_1,
-}
 
 
 def recorded(workload):
@@ -397,3 +369,71 @@ def verify_and_count(workloads):
         step()
         checked.append((relative, sent_by(step)))
     return checked
+
+
+# Where ranks share layers or slices of sequences.
+_SEEN, _PASS_ON, _MERGE = attention._Ring.seen, attention._Ring.pass_on, attention.merge_block
+
+
+def _skip_a_block(*at):
+    return (slice(0, 0), slice(None)) if at[1] == 1 and at[0]._rank == 1 else _SEEN(*at)
+
+
+def _see_too_much(*at):
+    """Ranks before the owner of a block let the queries of their first chunk see it, too."""
+    return slice(None), _SEEN(*at)[1]
+
+
+def _merge_by_halves(out, logsumexp, block_out, block_logsumexp):
+    out.lerp_(block_out.to(out.dtype), 0.5)
+    logsumexp.copy_(torch.logaddexp(logsumexp, block_logsumexp))
+
+
+def _keep_the_first_logsumexp(out, logsumexp, block_out, block_logsumexp):
+    """The forward pass is right, the backward pass computes with the logsumexp over the own block."""
+    _MERGE(out, logsumexp.clone(), block_out, block_logsumexp)
+
+
+def _lose_gradients_on_their_way(rank, block, step, contents):
+    return _PASS_ON(rank, block * 0 if contents == attention._GRADIENTS else block, step, contents)
+
+
+def _first_row_off(model, group, shapes):
+    layers.share_layers(model, group, shapes)
+    model.token_embeddings.first_row += model.token_embeddings.first_row > 0
+
+
+OF_RINGS = {
+    "a block is skipped": (attention._Ring, "seen", _skip_a_block),
+    "a mask is wrong on one block": (attention._Ring, "seen", _see_too_much),
+    "blocks are merged by halves": (attention, "merge_block", _merge_by_halves),
+    "the logsumexp is that of the own block": (attention, "merge_block", _keep_the_first_logsumexp),
+    "gradients are lost on their way": (attention._Ring, "pass_on", _lose_gradients_on_their_way),
+    "positions are those in the slice": (tensor_strategies, "give_positions", lambda *_: None),
+}
+OF_LAYERS = {
+    "input gradients not summed": (layers._Sum, "backward", staticmethod(lambda ctx, grad: (grad, None, None))),
+    "outputs not summed": (layers.TensorGroup, "leave", lambda self, x: x),
+    "norms' gradients not summed": (wrapper.TensorParallel, "finish_gradient_synchronization", lambda self: None),
+    "wrong first token": (wrapper, "share_layers", _first_row_off),
+}
+
+
+def count_block_runs(workload):
+    """How often a step runs its blocks, forward or again; the compiler leaves them as they are."""
+    runs = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "compile", lambda function, **_: function)
+        step = ParallelStep(workload, torch.device("cpu"))
+    for block in step.replica.model.layers:
+        block.attn.register_forward_hook(lambda *_: runs.append(1))
+    step()
+    return len(runs)
+
+
+def verify_faulty(fault, workload):
+    """The check where something is forgotten; the trial of layers, which would refuse most models, is left out."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(wrapper, "require_same_results", lambda *arguments: None)
+        patched.setattr(*(OF_RINGS | OF_LAYERS)[fault])
+        return verify_on_rank(workload)

@@ -15,10 +15,9 @@ from typer.testing import CliRunner
 from cs336sys.cli import app, module_of
 from cs336sys.commands.report import problems
 from cs336sys.commands.report.answer import templates
-from cs336sys.commands.report.document import typed_command
+from cs336sys.commands.report.document import document_text, typed_command
 from cs336sys.commands.report.evidence import machine_name
 from cs336sys.commands.report.handouts import PROBLEMS
-from cs336sys.commands.report.writing import document_text
 from cs336sys.errors import CapabilityError
 from cs336sys.results.model import Results
 from cs336sys.tables.page import find_browser, print_page

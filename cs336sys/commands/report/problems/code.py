@@ -6,22 +6,16 @@ from dataclasses import dataclass, field
 from cs336sys.commands.report.answer import Answer, facts_of
 from cs336sys.commands.report.evidence import cells_of
 from cs336sys.commands.report.problem import measurement, sized
-from cs336sys.commands.report.problems.attention import flash_commands
+from cs336sys.commands.report.problems.speed import flash_commands
 
 
 @dataclass(frozen=True)
 class Code:
-    """The code written for a problem.
+    """The code written for a problem."""
 
-    Attributes:
-        name: of the class, as it is imported.
-        tests: of the course, beginnings of their names.
-        command, settings: whose cells were checked with this code; empty where no command runs it.
-    """
-
-    name: str
-    tests: tuple[str, ...]
-    command: str = ""
+    name: str  # Of the class, as it is imported.
+    tests: tuple[str, ...]  # Of the course, beginnings of their names.
+    command: str = ""  # Whose cells, of these settings, were checked with this code; empty where none runs it.
     settings: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def __call__(self, answer: Answer) -> None:

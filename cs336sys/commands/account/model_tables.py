@@ -1,9 +1,10 @@
-"""The tables of ``account memory``, ``activations``, ``flops`` and ``attention``."""
+"""The tables of ``account memory``, ``activations``, ``flops``, ``attention`` and ``step``: what one model needs."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain, product
+from itertools import chain, compress, product
 from pathlib import Path
+from typing import Any
 
 from cs336sys.accounting.activations import AttentionMemory, attention_memory
 from cs336sys.accounting.derivation import Derived
@@ -11,10 +12,13 @@ from cs336sys.accounting.flops import SOFTMAX_FLOPS_PER_SCORE, count_parameters
 from cs336sys.accounting.memory import GIB
 from cs336sys.accounting.one_device import attention_answers, block_answers, flops_answers, tensor_answers
 from cs336sys.accounting.sharding.step import ShardedStep, fullest_state, rank_peak, state_answers
+from cs336sys.accounting.step_time.prediction import StepConfiguration, StepTime, predict_step
+from cs336sys.accounting.step_time.rates import Rates, short_gpu_name
+from cs336sys.accounting.step_time.work import TERMS
 from cs336sys.settings.sizes import ELEMENT_BYTES, ModelSize
 from cs336sys.tables.numbers import Value
 from cs336sys.tables.outputs import new_axes, write_figure
-from cs336sys.tables.predictions import answers_table
+from cs336sys.tables.predictions import PREDICTED_COLUMNS, answers_table, configuration_words, error_notes, step_row
 from cs336sys.tables.table import Column, Table, fill_row, named_columns, sentences
 
 _COLUMNS = (
@@ -76,18 +80,23 @@ def _rank_row(step: ShardedStep) -> dict:
     return row
 
 
-_BAR_NAMES = {"optimizer_state": "optimizer state", "activations": "activations and buffers"}
-
-
 def plot_rank_memory(steps: Sequence[ShardedStep], path: Path) -> None:
     """Draw a bar for each way of training, stacked by component: what is there at the peak."""
     peaks = [rank_peak(step) for step in steps]
-    labels = [_bar_label(step, steps) for step in steps]
+    # The strategy, and on lines below it what differs between the bars.
+    settings = [
+        (step.size.name, f"context {step.size.context}", step.precision, step.mode, f"{step.world_size} ranks")
+        for step in steps
+    ]
+    varies = [len(set(values)) > 1 for values in zip(*settings, strict=True)]
+    strategies = [step.strategy for step in steps]
+    labels = ["\n".join([name, *compress(words, varies)]) for name, words in zip(strategies, settings, strict=True)]
     figure, ((drawing,),) = new_axes(width=2 + 1.1 * len(steps), height=5)
     bottoms = [0.0] * len(peaks)
+    bar_names = {"optimizer_state": "optimizer state", "activations": "activations and buffers"}
     for component in ("parameters", "gradients", "optimizer_state", "activations"):
         heights = [getattr(peak, component) / GIB for peak in peaks]
-        drawing.bar(range(len(peaks)), heights, bottom=bottoms, label=_BAR_NAMES.get(component, component))
+        drawing.bar(range(len(peaks)), heights, bottom=bottoms, label=bar_names.get(component, component))
         bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
     for position, total in enumerate(bottoms):
         drawing.annotate(f"{total:.1f}", (position, total), ha="center", va="bottom", fontsize=9)
@@ -95,20 +104,6 @@ def plot_rank_memory(steps: Sequence[ShardedStep], path: Path) -> None:
     drawing.set_ylabel("memory of a rank at its peak, GiB")
     drawing.legend(fontsize=8)
     write_figure(figure, path)
-
-
-def _bar_label(step: ShardedStep, steps: Sequence[ShardedStep]) -> str:
-    """Return the strategy, and on lines below it what differs between the bars."""
-
-    def step_labels(labelled: ShardedStep) -> tuple[str, ...]:
-        size = labelled.size
-        return size.name, f"context {size.context}", labelled.precision, labelled.mode, f"{labelled.world_size} ranks"
-
-    columns = zip(step_labels(step), *map(step_labels, steps), strict=True)
-    return "\n".join([step.strategy, *(label for label, *labels in columns if len(set(labels)) > 1)])
-
-
-_LONGEST_CONTEXT = 2**30  # Contexts are doubled up to this, more than any memory holds, to find one that does not fit.
 
 
 def _describe_size(size: ModelSize) -> str:
@@ -167,9 +162,9 @@ def attention_tables(
     )
     title = f"Attention alone: batch {batch}, {dtype}, {'causal' if causal else 'full'}"
     tables = [Table("attention", title, columns, rows, sentences(__name__, "attention"))]
-    # Up to a length that no memory holds, so that each implementation has a shape that does not fit.
+    # Doubled up to a length that no memory holds, so that each implementation has a shape that does not fit.
     longer = [*tried]
-    while longer[-1] < _LONGEST_CONTEXT:
+    while longer[-1] < 2**30:
         longer.append(2 * longer[-1])
     for implementation in implementations:
         peaks = {
@@ -184,3 +179,76 @@ def attention_tables(
         title = f"Smallest shape that does not fit with {implementation} attention: {shape}"
         tables.append(answers_table(f"{implementation}_out_of_memory", title, answers))
     return tables
+
+
+_TERM_COLUMNS = (
+    *named_columns("term"),
+    Column("amount", "amount", "value"),
+    Column("rate", "rate", "value"),
+    *named_columns("unit", "time_ms", step_percent="of the step", formula="counted"),
+)
+
+_STEP_COLUMNS = (
+    *named_columns("configuration", gpu_ms="GPU", launches_ms="launches", exposed_ms="exposed communication"),
+    *PREDICTED_COLUMNS,
+)
+
+# What a sweep may vary: a column then, or else named in the title.
+_SWEPT_COLUMNS = (Column("size", "size"), Column("context", "context"), Column("precision", "precision"))
+
+
+def step_tables(configurations: Sequence[StepConfiguration], rates: Rates, launch_s: float | None) -> list[Table]:
+    """Return a table of all configurations, and one with the terms of each that has a time."""
+    times = [predict_step(configuration, rates, launch_s=launch_s) for configuration in configurations]
+    trainings = [configuration.training for configuration in configurations]
+    settings = [{"size": t.size.name, "context": t.size.context, "precision": t.precision} for t in trainings]
+    swept = [column for column in _SWEPT_COLUMNS if len({setting[column.key] for setting in settings}) > 1]
+    rows: list[dict[str, Any]] = [
+        setting | step_row(configuration, time, rates)
+        for setting, configuration, time in zip(settings, configurations, times, strict=True)
+    ]
+
+    def setting_words(columns: Iterable[Column], setting: Mapping[str, Any]) -> list[str]:
+        # A size or a precision needs no name: xl, bf16; but context 2048.
+        return [
+            f"{column.key} {setting[column.key]}".removeprefix("size ").removeprefix("precision ") for column in columns
+        ]
+
+    constant = [column for column in _SWEPT_COLUMNS if column not in swept]
+    title = ", ".join([*setting_words(constant, settings[0]), short_gpu_name(rates.gpu)])
+    cost_us = 1e6 * (rates.usual_launch_s if launch_s is None else launch_s)
+    launches = sentences(__name__, "steps", cost_us=cost_us, fastest_us=1e6 * rates.launch_s)
+    tables = [
+        Table("steps", f"Predicted steps: {title}", (*swept, *_STEP_COLUMNS), rows, [*error_notes(rates), *launches])
+    ]
+    for setting, configuration, time in zip(settings, configurations, times, strict=True):
+        if not time.unknown:
+            name = ", ".join([*setting_words(swept, setting), configuration_words(configuration)])
+            tables.append(_terms_table(name, configuration, time, rates))
+    return tables
+
+
+def _terms_table(name: str, configuration: StepConfiguration, time: StepTime, rates: Rates) -> Table:
+    """Return the table of a step's terms, of its communication, and of the GPU's wait for launches."""
+    rows: list[dict[str, Value]] = []
+
+    def add(term: str, seconds: float, amount: float, unit: str, rate: float | None = None, **facts: float) -> None:
+        (formula,) = sentences(__name__, "formula", term=term, **facts)
+        row: dict[str, Value] = {"term": term.replace("_", " "), "amount": amount, "rate": rate, "unit": unit}
+        rows.append(row | {"formula": formula, "time_ms": 1e3 * seconds, "step_percent": 100 * seconds / time.step_s})
+
+    for term, unit in TERMS.items():
+        seconds = time.terms_s.get(term, 0.0)
+        if seconds:
+            unit_s = rates.seconds[term]
+            add(term, seconds, seconds / unit_s, unit, 1 / unit_s)
+    if time.exposed_s:
+        bytes_per_s = rates.exposures[configuration.exposure_name].bytes_per_s
+        facts = {"communication_ms": 1e3 * time.communication_s, "share": time.exposed_s / time.communication_s}
+        add("communication", time.exposed_s, configuration.sent_bytes, "bytes/s", bytes_per_s, **facts)
+    waiting_s = time.step_s - time.gpu_s - time.exposed_s
+    if waiting_s > 1e-9:  # Less is rounding.
+        count = configuration.accumulation * sum(time.work.launches.values())
+        add("waiting for launches", waiting_s, count, "launches")
+    notes = [*sentences(__name__, "terms"), *error_notes(rates)]
+    return Table("terms", f"Terms of a step: {name}", _TERM_COLUMNS, rows, notes)

@@ -178,15 +178,14 @@ def _all_reduces(cells: Sequence[Cell]) -> list[Cell]:
     return [cell for cell in all_reduces if cell.configuration["backend"] == "nccl"] or all_reduces
 
 
-# By setting: its name in a label, and its default, which labels leave out.
-_LABEL = {"cuda_graph": ("CUDA graph", "off"), "kernels": ("kernels", "reference"), "state_dtype": ("state in", "fp32")}
-
-
 def _bench_step_label(cell: Cell) -> str:
     """Name a cell of ``bench`` by its settings."""
     settings = cell.configuration
     label = "{size} {precision} context {context} batch {batch_size} compile {compile}".format(**settings)
-    for name, (word, default) in _LABEL.items():
+    # By setting: its name in a label, and its default, which labels leave out.
+    names = {"cuda_graph": ("CUDA graph", "off"), "kernels": ("kernels", "reference")}
+    names["state_dtype"] = ("state in", "fp32")
+    for name, (word, default) in names.items():
         if settings.get(name, default) != default:
             label += f" {word} {settings[name]}"
     return label
@@ -218,12 +217,26 @@ def read_measured(paths: Sequence[Path]) -> list[Cell]:
 def compare_with_measured(
     cells: Sequence[Cell], flops: float | None, bandwidth: float | None
 ) -> tuple[tuple[float, float], list[Table]]:
-    """Return C, FLOP/s of bf16 steps, and W, bytes/s, as measured or given, and the table of measured steps, if any."""
+    """Return C, FLOP/s of bf16 steps, and W, bytes/s, as measured or given; and the table of measured steps, if any.
+
+    It compares each step of ``ddp`` and ``shard`` with two predictions: full overlap, and none.
+    """
     flops_rate = measured_flops(cells, "bf16") if flops is None else MeasuredRate(flops, "--flops")
     bytes_rate = measured_bandwidth(cells) if bandwidth is None else MeasuredRate(bandwidth, "--bandwidth")
-    has_steps = any(cell.command in ("ddp", "shard") for cell in cells)
-    tables = [measured_steps_table(cells, flops_rate, bytes_rate)] if has_steps else []
-    return (flops_rate.value, bytes_rate.value), tables
+    steps = [cell for cell in cells if cell.command in ("ddp", "shard")]
+    rows = [row for cell in steps if (row := _measured_step_row(cell, flops_rate, bytes_rate))]
+    columns = (
+        *_STEP_COLUMNS,
+        *named_columns(predicted_computing_ms="computing at C", computing_ms="computing, measured"),
+        Column("sent_bytes", "sent", "decimal_bytes"),
+        *named_columns(communication_ms="communication at W", overlapped_ms="step, overlapped"),
+        *named_columns(in_turn_ms="step, not overlapped", step_ms="step, measured", off_percent="off the nearer"),
+        *named_columns(verdict="what the model misses"),
+    )
+    facts = {"flops": flops_rate, "bandwidth": bytes_rate, "tolerance_percent": 100 * _TOLERANCE}
+    title, notes = "Steps of several ranks compared with the model", sentences(__name__, "measured", **facts)
+    table = Table("measured", title, columns, rows, notes)
+    return (flops_rate.value, bytes_rate.value), [table] if steps else []
 
 
 def _strategy_label(workload: ParallelWorkload) -> str:
@@ -241,23 +254,6 @@ _STEP_COLUMNS = (
     Column("cuda_graph", "graph", value=lambda workload: workload.training.cuda_graph),
     Column("ranks", "ranks", value=lambda workload: workload.world_size),
 )
-
-
-def measured_steps_table(cells: Sequence[Cell], flops: MeasuredRate, bandwidth: MeasuredRate) -> Table:
-    """Compare each step of ``ddp`` and ``shard`` with two predictions: full overlap, and none."""
-    steps = [cell for cell in cells if cell.command in ("ddp", "shard")]
-    rows = [row for cell in steps if (row := _measured_step_row(cell, flops, bandwidth))]
-    columns = (
-        *_STEP_COLUMNS,
-        *named_columns(predicted_computing_ms="computing at C", computing_ms="computing, measured"),
-        Column("sent_bytes", "sent", "decimal_bytes"),
-        *named_columns(communication_ms="communication at W", overlapped_ms="step, overlapped"),
-        *named_columns(in_turn_ms="step, not overlapped", step_ms="step, measured", off_percent="off the nearer"),
-        *named_columns(verdict="what the model misses"),
-    )
-    facts = {"flops": flops, "bandwidth": bandwidth, "tolerance_percent": 100 * _TOLERANCE}
-    title, notes = "Steps of several ranks compared with the model", sentences(__name__, "measured", **facts)
-    return Table("measured", title, columns, rows, notes)
 
 
 def _measured_step_row(cell: Cell, flops: MeasuredRate, bandwidth: MeasuredRate) -> dict[str, Value] | None:
