@@ -75,9 +75,18 @@ class CudaRecorder:
                 # This raises an error, too, which says only that there was one before.
                 with contextlib.suppress(RuntimeError):
                     graph.capture_end()
+                self._release_generator()
                 raise
             graph.capture_end()
         return graph.replay
+
+    def _release_generator(self) -> None:
+        """Capture once more: after a capture that failed, torch 2.11's random numbers wait for one that succeeds."""
+        with contextlib.suppress(RuntimeError):  # What failed is raised, not this.
+            graph = torch.cuda.CUDAGraph()
+            graph.capture_begin(capture_error_mode="thread_local")
+            torch.zeros(1, device=self.stream.device)
+            graph.capture_end()
 
     @property
     def pool_bytes(self) -> int:
