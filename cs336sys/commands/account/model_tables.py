@@ -90,7 +90,7 @@ def plot_rank_memory(steps: Sequence[ShardedStep], path: Path) -> None:
     ]
     varies = [len(set(values)) > 1 for values in zip(*settings, strict=True)]
     strategies = [step.strategy for step in steps]
-    labels = ["\n".join([name, *compress(words, varies)]) for name, words in zip(strategies, settings, strict=True)]
+    labels = ["\n".join([name, *compress(texts, varies)]) for name, texts in zip(strategies, settings, strict=True)]
     figure, ((drawing,),) = new_axes(width=2 + 1.1 * len(steps), height=5)
     bottoms = [0.0] * len(peaks)
     bar_names = {"optimizer_state": "optimizer state", "activations": "activations and buffers"}
