@@ -50,7 +50,7 @@ RESERVED = {
 # cells tune measures on ranks; cells of bench, which it measures on one device; tables of captures, of nsys and trace.
 SHARED_BY_COMMANDS = (
     *("attention", "own_kernels", "rank_training", "registry", "bench.measure"),
-    *("trace.kernel_tables", "trace.tables", "trace.verdict"),
+    *("trace.kernel_tables", "trace.tables"),
 )
 # The write-up shows cells of every command.
 SHOWS_EVERY_COMMAND = ("commands.report",)

@@ -37,6 +37,7 @@ class Datasheet:
 
 _A100, _NVL = (19.5, 156.0, 312.0, 312.0), (60.0, 417.5, 835.5, 835.5)
 _SXM = (66.9, 494.7, 989.4, 989.4)
+H200_FLOPS_PER_S = _SXM[_COLUMNS.index("bf16")] * 1e12  # Dense; an H100's, too.
 # docs/results/doctor-h200.md
 _H200_MEMORY = int(140.4 * 2**30)
 

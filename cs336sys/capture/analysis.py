@@ -17,7 +17,7 @@ from cs336sys.capture.timeline import COMMUNICATING, COMPUTING, COPYING, Timelin
 
 
 class StepPart(StrEnum):
-    """Parts of a step; an instant in which several of the first four go on belongs to the first of these."""
+    """Parts of a step: each instant belongs to one; if several of the first four go on, to the first of these."""
 
     COMPUTING = "computing"
     COMMUNICATION = "communication alone"

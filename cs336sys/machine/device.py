@@ -1,7 +1,8 @@
 """The device of a measurement, its peak memory, torch's dtypes by their names in commands, and readings of a GPU.
 
-A thread reads clock, temperature, power and energy through NVML, the driver's library behind nvidia-smi, by the
-optional package nvidia-ml-py: a reading takes some microseconds, starting nvidia-smi half a second.
+During a measurement a thread reads clock, what limits it, temperature, power and energy through NVML, the driver's
+library behind nvidia-smi, by the optional package nvidia-ml-py: a reading takes some microseconds, starting nvidia-smi
+half a second.
 """
 
 import gc

@@ -1,4 +1,4 @@
-"""Refuse or correct everything that takes this rank's slices for whole gradients, or ranks would drift apart."""
+"""Refuse or correct what takes this rank's slices for whole gradients, and optimizers that are not elementwise."""
 
 import functools
 import inspect

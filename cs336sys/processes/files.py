@@ -51,7 +51,8 @@ def written_whole(path: Path) -> Iterator[Path]:
 def _make_replacement(target: Path, existing: os.stat_result | None) -> Path | None:
     """Make an empty file that can replace ``target``; None where none can."""
     if existing is not None:
-        is_plain = stat.S_ISREG(existing.st_mode) and existing.st_nlink == 1 and os.access(target, os.W_OK)
+        # Some network file systems count no names.
+        is_plain = stat.S_ISREG(existing.st_mode) and existing.st_nlink <= 1 and os.access(target, os.W_OK)
         if not is_plain or any(os.path.samestat(existing, opened) for opened in _open_files()):
             return None
     # File systems allow names of 255 bytes, and a character may take four.

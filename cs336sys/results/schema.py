@@ -39,7 +39,7 @@ def results_schema() -> dict[str, Any]:
         "oneOf": [{"$ref": "#/$defs/run"}, {"$ref": "#/$defs/cell"}],
         "$defs": {
             "run": _object(**line, kind={"const": "run"}, **run),
-            "cell": _object("reason", **line, kind={"const": "cell"}, **cell),  # One that is ok may lack its reason.
+            "cell": _object("reason", **line, kind={"const": "cell"}, **cell),  # Readers want all but the reason.
             "samples": _object(unit=text, method=text, measured=numbers, warmup=numbers),
             "tables": _object(schema_version={"const": TABLES_SCHEMA_VERSION}, tables=_array(table)),
         },

@@ -44,20 +44,15 @@ def showing_progress(
     more than a pipe holds while it keeps Python's lock would wait for ever.
     """
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
 
     if not is_shown:
         yield SweepProgress()
     elif Console(stderr=True).is_terminal and os.environ.get("TERM") != "dumb":
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
+
         # A duplicate, as 2 is redirected below; left open for the thread that prints what outlives the sweep.
         console = Console(file=open(os.dup(2), "w"))  # noqa: SIM115
-        columns = (
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-            "{task.fields[stage]}",
-        )
+        columns = BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(), "{task.fields[stage]}"
         shown_bar = Progress("{task.description}", *columns, console=console, transient=True)
         # Lines of workers are printed above the bar, or they would be written into it.
         with shown_bar as bar, _stderr_by_lines(functools.partial(_print_above, bar), is_read=not measured_here):

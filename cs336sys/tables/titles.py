@@ -3,15 +3,17 @@
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cs336sys.accounting.memory import GIB
-from cs336sys.machine.system import Capacity
 from cs336sys.results.model import Cell, Run, Samples, configuration_key
 from cs336sys.settings.course_package import course_package
 from cs336sys.settings.fields import Configured
 from cs336sys.settings.training import UserCode, Workload
 from cs336sys.tables.table import Column, Table, fill_row, named_columns, sentences
+
+if TYPE_CHECKING:
+    from cs336sys.machine.system import Capacity  # It loads multiprocessing, for which a table has no use.
 
 SIZE_COLUMNS = (Column("size", "size"), Column("parameters", "parameters", "parameters"))
 
@@ -86,7 +88,7 @@ def notes_of_run(cells: Sequence[Cell], run: Run | None) -> tuple[str, ...]:
 
 
 def machine_words(run: Run | None) -> list[str]:
-    """Name the GPU or CPU and the versions of a run, for"""
+    """Name the GPU or CPU and the versions of a run, for titles."""
     if run is None:
         return []
     device = run.machine.get("gpu") or run.machine.get("cpu") or "unknown CPU"
@@ -283,7 +285,7 @@ _TIGHT_PART = 0.9
 
 
 def training_plan(
-    workloads: Sequence[Workload], command: str = "bench", notes: Sequence[str] = (), capacity: Capacity | None = None
+    workloads: Sequence[Workload], command: str = "bench", notes: Sequence[str] = (), capacity: "Capacity | None" = None
 ) -> Table:
     """Build the table of ``--dry-run``: each cell with its predicted memory, whether it fits, and ``notes`` below."""
     rows = []

@@ -85,8 +85,10 @@ class CudaRecorder:
         with contextlib.suppress(RuntimeError):  # What failed is raised, not this.
             graph = torch.cuda.CUDAGraph()
             graph.capture_begin(capture_error_mode="thread_local")
-            torch.zeros(1, device=self.stream.device)
-            graph.capture_end()
+            try:
+                torch.zeros(1, device=self.stream.device)
+            finally:
+                graph.capture_end()
 
     @property
     def pool_bytes(self) -> int:

@@ -99,7 +99,7 @@ class Space:
     def micro_batches(self) -> list[tuple[int, int]]:
         """Return the sequences of a rank at once, and how often in a step; refuse tokens that none adds up to."""
         context = self.training.size.context
-        sizes = self.fixed.get("micro_batch") or (1, 2, 4, 8, 16, 32, 64)
+        sizes = self.fixed.get("micro_batch") or (1, 2, 4, 8, 16, 32, 64)  # Tried unless the user fixes one.
         if self.tokens_per_step is None:
             return [(size, 1) for size in sizes]
         sequences, rest = divmod(self.tokens_per_step, context * self.world_size)

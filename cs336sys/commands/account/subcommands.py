@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from cs336sys.accounting.flops import count_parameters
-from cs336sys.accounting.hardware import NVLINK_BYTES_PER_S, peak_tflops
+from cs336sys.accounting.hardware import H200_FLOPS_PER_S, NVLINK_BYTES_PER_S
 from cs336sys.accounting.parallelism import PARALLELISMS, Layer, Mesh
 from cs336sys.accounting.sharding.step import OWN_SHARDING_STRATEGIES, ShardedStep
 from cs336sys.accounting.step_time.prediction import PREDICTED_STRATEGIES, StepConfiguration
@@ -181,11 +181,6 @@ def step(
     output.emit(step_tables(configurations, gpu_rates, None if launch_us is None else launch_us / 1e6))
 
 
-_TFLOPS = peak_tflops("NVIDIA H200", "bf16")  # The dense bf16 peak of an H100 or H200.
-assert _TFLOPS is not None
-_FLOPS = _TFLOPS * 1e12
-
-
 def buckets(
     size: Annotated[str, choice(SIZES, f"Whose gradients: {', '.join(SIZES)}.", parser=str)] = "xl",
     gradients: Annotated[str | None, setting(help="All gradients, s, instead of the size's: 8GB.")] = None,
@@ -216,7 +211,7 @@ def parallel(
     d_model: Annotated[int, setting(help="Model width, D.", min=1)] = SIZES["2.7b"].d_model,
     d_ff: Annotated[int, setting(help="Feed-forward width, D_FF.", min=1)] = SIZES["2.7b"].d_ff,
     flops: Annotated[
-        float | None, setting(help=f"FLOP/s of a device, C. Default: as measured, else {_FLOPS:g}.")
+        float | None, setting(help=f"FLOP/s of a device, C. Default: as measured, else {H200_FLOPS_PER_S:g}.")
     ] = None,
     bandwidth: Annotated[
         float | None,
@@ -246,7 +241,8 @@ def parallel(
     from cs336sys.commands.account.rates import compare_with_measured, read_measured
 
     cells = read_measured(measured)
-    assumed = _FLOPS if flops is None else flops, NVLINK_BYTES_PER_S if bandwidth is None else bandwidth  # C and W.
+    # C and W.
+    assumed = H200_FLOPS_PER_S if flops is None else flops, NVLINK_BYTES_PER_S if bandwidth is None else bandwidth
     rates, compared = compare_with_measured(cells, flops, bandwidth) if cells else (assumed, [])
     layer = Layer(tokens, d_model, d_ff, *rates, ELEMENT_BYTES[dtype])
     fixed_mesh = None if mesh is None else _read_mesh(mesh, devices)

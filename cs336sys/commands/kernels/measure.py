@@ -143,7 +143,7 @@ def measure_own_kernel(configuration: dict[str, Any], progress: Progress) -> Out
         device,
         TOLERANCES[workload.dtype],
         progress,
-        odd_cases=[
+        odd_cases=[  # With numbers of rows that no tile divides.
             functools.partial(_odd_rows_case, function, operation, workload, device, tokens) for tokens in (131, 1)
         ],
         odd_shapes="odd numbers of rows",

@@ -1,4 +1,4 @@
-"""The tables of ``memprof`` and of its plans, built from cells; ``docs/columns.md`` describes columns and formulas."""
+"""Tables of ``memprof`` and its plans, and its verdict; ``docs/columns.md`` describes columns and formulas."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -160,7 +160,7 @@ class Part:
     """One lettered question, and the commands that its answer is computed from."""
 
     letter: str  # ``a``; empty where the problem is one question.
-    answer: Callable[[Any], None]  # Fills an :class:`Answer` from the cells of one machine.
+    answer: Callable[[Any], None]  # Fills an ``answer.Answer`` from the cells of one machine.
     commands: Commands = lambda target: ()
 
 

@@ -102,6 +102,7 @@ def measure_rates(configuration: dict[str, Any], progress: Progress) -> Outcome:
         gradient = torch.ones_like(output)
         backward = functools.partial(torch.autograd.grad, output, inputs, gradient, retain_graph=True)
         forward_s, backward_s = _median_seconds(forward), _median_seconds(backward)
+        del inputs, forward, output, gradient, backward  # What comes next has the memory to itself.
         seconds |= {f"{name}_forward": forward_s / (2 * square), f"{name}_backward": backward_s / (5 * square)}
     parameters = size.vocab_size * size.d_model  # Over a tensor as large as the embedding.
     seconds["course_parameters"] = _update_seconds(replace(workload, optimizer="course"), parameters) / parameters

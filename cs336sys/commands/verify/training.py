@@ -1,8 +1,7 @@
 """Train by a program: on a rank, which reports its tensors, and in one process, in several orders of summation."""
 
-import contextlib
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -177,10 +176,10 @@ def with_lower_precision(
     # In float32, because autocast does not cast float64.
     train = partial(train_in_one_process, replace(training, dtype=torch.float32), program, shares)
     half = None if lower_dtype == torch.float32 else lower_dtype
-    with torch.autocast(training.device.type, half) if half else contextlib.nullcontext():
+    with torch.autocast(training.device.type, half) if half else nullcontext():
         runs = [*reference.rounding_runs, train()]
     if half is not None:
         # Ranks may have copies of weights in half precision instead. Model or device may lack operations for that.
-        with contextlib.suppress(RuntimeError, NotImplementedError):
+        with suppress(RuntimeError, NotImplementedError):
             runs.append(train(copies_dtype=half))
     return replace(reference, rounding_runs=runs, lower_dtype=lower_dtype)

@@ -10,7 +10,8 @@ none sees the second; of the block of a rank behind it, the queries of its secon
 nothing. So every block but its own costs it half a square, whatever its rank, and no block needs a mask.
 
 In *all-to-all attention*, ranks trade their tokens of all heads for all tokens of their heads, and back. Source: Jacobs
-et al., "DeepSpeed Ulysses" (2023)."""
+et al., "DeepSpeed Ulysses" (2023).
+"""
 
 import math
 from collections.abc import Callable, Sequence

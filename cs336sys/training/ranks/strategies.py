@@ -360,9 +360,8 @@ def torch_fsdp(workload: ParallelWorkload, device: torch.device, optimizer: Opti
     training = workload.training
     half = AUTOCAST_DTYPES.get(training.precision)
     if training.is_ours:
-        model = models.build_model(
-            replace(training, compile="off"), torch.device("meta")
-        )  # Below, forward alone is compiled.
+        # Below, forward alone is compiled.
+        model = models.build_model(replace(training, compile="off"), torch.device("meta"))
         kept = kept_blocks(workload.checkpointing)
         if kept is not None:
             keep_by_parts(model, training.size, kept)

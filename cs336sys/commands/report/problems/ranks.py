@@ -12,7 +12,7 @@ from typing import Any
 from cs336sys.accounting.communication import bucket_answers, ring_answers
 from cs336sys.accounting.derivation import Derived
 from cs336sys.accounting.flops import count_parameters
-from cs336sys.accounting.hardware import peak_tflops
+from cs336sys.accounting.hardware import H200_FLOPS_PER_S, NVLINK_BYTES_PER_S
 from cs336sys.accounting.parallelism import Layer, Mesh, parallelism_answers
 from cs336sys.accounting.sharding.step import state_answers
 from cs336sys.accounting.xxl import XXL, TpuMesh, batch_answers, memory_answers
@@ -300,7 +300,10 @@ def fsdp_commands(target: Target) -> list[Command]:
 
 # The defaults of `account xxl` and `account parallel`, where the handout gives no number.
 _TOKENS, _LAYER_TOKENS = 4 * 512, 131_072
-_DEVICES, _LINK_BYTES_PER_S = 8, 450e9
+_DEVICES = 8
+# All parallel problems are computed for this layer: one of 2.7b on H200s.
+_WIDTHS = SIZES["2.7b"].d_model, SIZES["2.7b"].d_ff
+_LAYER = Layer(_LAYER_TOKENS, *_WIDTHS, H200_FLOPS_PER_S, NVLINK_BYTES_PER_S, element_bytes=2)
 
 # All devices along one axis; along two axes for 2D parallelism, so that both communicate.
 _DATA_MESH = Mesh(fsdp=_DEVICES)
@@ -342,23 +345,14 @@ def xxl(letter: str) -> Callable[[Answer], None]:
     return _answer_of(f"communication_accounting ({letter})", derived, block, tokens=_TOKENS)
 
 
-ring = _answer_of("alternate_ring_all_reduce", ring_answers(1_000_000_000, _DEVICES, _LINK_BYTES_PER_S))
-
-
-def _layer() -> Layer:
-    """Return the layer that all parallel problems are computed for: one of 2.7b on H200s, as ``account parallel``."""
-    tflops, size = peak_tflops("NVIDIA H200", "bf16"), SIZES["2.7b"]
-    assert tflops is not None  # There is a datasheet of the H200.
-    flops_per_s = tflops * 1e12
-    return Layer(_LAYER_TOKENS, size.d_model, size.d_ff, flops_per_s, _LINK_BYTES_PER_S, element_bytes=2)
+ring = _answer_of("alternate_ring_all_reduce", ring_answers(1_000_000_000, _DEVICES, NVLINK_BYTES_PER_S))
 
 
 def parallel(problem: str, strategy: str, letters: str) -> list[Callable[[Answer], None]]:
     """Return the functions that answer these parts, the first with a sentence on the numbers put in."""
-    layer, blocks = _layer(), {letters[0]: "layer"}
-    derived = parallelism_answers(strategy, layer, _MESHES[strategy])
-    return [_answer_of(f"{problem} ({letter})", derived, blocks.get(letter, ""), layer=layer) for letter in letters]
+    blocks, derived = {letters[0]: "layer"}, parallelism_answers(strategy, _LAYER, _MESHES[strategy])
+    return [_answer_of(f"{problem} ({letter})", derived, blocks.get(letter, ""), layer=_LAYER) for letter in letters]
 
 
 def tp_backward(answer: Answer) -> None:
-    answer.tables += [table for table in parallel_tables(["tp"], _layer(), _DEVICES) if table.name == "tp_backward"]
+    answer.tables += [table for table in parallel_tables(["tp"], _LAYER, _DEVICES) if table.name == "tp_backward"]
