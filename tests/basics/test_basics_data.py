@@ -50,22 +50,6 @@ def test_only_the_windows_of_a_memory_mapped_file_are_read(tmp_path, dtype):
     assert inputs.max() > 32_768  # past the range of int16
 
 
-def test_batch_is_writable_and_apart_from_the_dataset():
-    dataset = np.arange(20)
-    inputs, targets = get_batch(dataset, batch_size=2, context_length=19, device="cpu")
-    inputs.zero_()
-    assert targets.tolist() == [list(range(1, 20))] * 2
-    assert dataset[5] == 5
-
-
-def test_batches_follow_the_seed():
-    def batch():
-        torch.manual_seed(7)
-        return get_batch(np.arange(1000), 4, 8, torch.device("cpu"))[0]
-
-    assert torch.equal(batch(), batch())
-
-
 def test_dataset_without_a_token_after_the_window_is_refused():
     get_batch(np.arange(9), batch_size=1, context_length=8, device="cpu")
     with pytest.raises(ValueError, match="8 tokens, but context_length 8 needs at least 9"):

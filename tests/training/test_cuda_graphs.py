@@ -80,22 +80,10 @@ def test_replays_train_as_launches_do_bit_by_bit(device, optimizer, settings):
     assert all(map(torch.equal, launched.weights, replayed.weights)), "capturing must not train"
     for batch in batches(5, device):
         assert torch.equal(step(*batch), launched.launch(*batch))
+    assert torch.equal(step(), launched.launch(*batch)), "the last batch again"
     assert all(map(torch.equal, launched.weights, replayed.weights))
     assert all(parameter.grad is None for parameter in replayed.model.parameters())
     assert list(step.phases) == ["forward", "backward", "optimizer"]
-
-
-def test_phases_can_be_replayed_one_by_one_and_the_last_batch_again():
-    launched, replayed = Training(), Training()
-    step = graphed(replayed, warmup=1)
-    (batch,) = batches(1, "cpu")
-    for given in ((launched.x.clone(), launched.y.clone()), batch, batch):
-        launched.launch(*given)
-    step.load(*batch)
-    for replay in step.phases.values():
-        replay()
-    assert torch.equal(step(), step.result)
-    assert all(map(torch.equal, launched.weights, replayed.weights))
 
 
 @pytest.mark.parametrize(
@@ -256,19 +244,3 @@ def test_optimizer_that_refuses_a_capture_itself_is_refused_in_our_words(monkeyp
 
     with pytest.raises(CapabilityError, match=r"^Refusing keeps its state 'count' on the CPU"):
         graphed(Training(optimizer=lambda parameters, **_: Refusing(parameters)))
-
-
-@pytest.mark.gpu
-def test_block_that_is_compiled_anew_where_a_graph_is_captured():
-    class Masked(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.block = nn.Linear(64, 64)
-            self.block.compile()
-
-        def forward(self, x):
-            return self.block(x if not torch.cuda.is_current_stream_capturing() else x.view(-1, 2, 64)).flatten()
-
-    model, x = Masked().cuda(), torch.randn(8, 64, device="cuda")
-    step = GraphedStep({"forward": lambda: model(x)}, (x,))
-    assert torch.equal(step(torch.ones_like(x)), model(torch.ones_like(x)))

@@ -28,7 +28,6 @@ from cs336sys.training.memory_prediction import predicted_timeline
 from cs336sys.training.model import blocks_of, build_optimizer
 from cs336sys.training.operation_counting import count_model
 from cs336sys.training.step import TrainStep, training_warnings
-from cs336sys.training.user_models import modules as layers_of_users
 from cs336sys.training.user_models.loading import user_folders
 
 SIZE = choose_size("tiny", context=16, batch_size=2, vocab_size=50, d_model=32, d_ff=64, num_heads=4)
@@ -557,9 +556,3 @@ def test_models_are_filled_layer_by_layer_only_where_that_changes_nothing(model,
     initialize, reason = user_models.layer_initializer(f"{FILE}:{model}", SIZE)
     assert reason == different if not different else different in reason
     assert (initialize is None) == bool(different)
-
-
-def test_lazily_conjugated_tensors_are_compared():
-    first, *others = torch.randn(4, 64, 8, dtype=torch.complex64, generator=torch.Generator().manual_seed(0)).conj()
-    assert layers_of_users._start_alike(first, *others)
-    assert not layers_of_users._start_alike(first, others[0], *(2 * tensor for tensor in others[1:]))

@@ -39,15 +39,6 @@ def test_matrices_without_contiguous_rows_or_columns_have_no_description():
     assert matrix_layout(torch.randn(4, 1).expand(4, 8)) is None
 
 
-def test_small_products_and_those_of_a_cpu_are_torchs():
-    a, b, add = torch.randn(ROWS, INNER), torch.randn(INNER, COLUMNS), torch.randn(ROWS, COLUMNS)
-    assert product(a, b).equal(a @ b)
-    assert product(a, b, add).equal(torch.addmm(add, a, b))
-    expected = torch.addmm(add, a, b)
-    assert product(a, b, add, in_place=True) is add
-    assert add.equal(expected)
-
-
 def algorithm(off: float):
     """What computes a product whose last row is off by a part of all of it, or refuses to if that is infinite."""
 

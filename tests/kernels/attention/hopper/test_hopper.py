@@ -146,32 +146,6 @@ def test_a_backward_visits_every_tile_once_and_sums_every_piece_to_where_it_belo
     assert sorted(halves) == sorted(itertools.product(items, range(num_tiles)))
 
 
-@pytest.mark.parametrize(
-    ("num_heads", "group_size", "is_causal", "together"),
-    [(32, 4, True, 4 * 4), (32, 4, False, 1), (32, 32, True, 32), (6, 2, True, 6)],
-)
-def test_forward_works_on_heads_that_share_keys_at_the_same_time(num_heads, group_size, is_causal, together):
-    """16384 keys of a head are 8 MiB: those of four fit in the 32 MiB of L2."""
-    of_queries, of_keys = (
-        Operand(torch.empty(1, heads, 16384, 128, dtype=torch.bfloat16, device="meta"))
-        for heads in (num_heads, num_heads // group_size)
-    )
-    described = problem_on_h200(
-        num_heads, 16384, 128, is_causal=is_causal, group_size=group_size, num_multiprocessors=1
-    )
-    plan = HopperForwardPlan(described, [of_queries, of_keys, of_keys, of_queries], CPU)
-    ((launch, _),) = plan.steps
-    assert launch.arguments[:3] == (num_heads, 16384, 16384)
-    assert launch.arguments[4] == group_size
-    (count, first), *items = schedule_of(plan).tolist()
-    assert (count, first) == (len(items), 1)
-    sequences = [sequence for _, sequence in items]
-    size = len(items) // num_heads
-    for start in range(0, num_heads, together):
-        group = sequences[start * size : (start + together) * size]
-        assert group == list(range(start, start + together)) * size
-
-
 @pytest.mark.parametrize(("num_sequences", "chosen"), [(16, True), (1, False)])
 def test_auto_asks_for_the_shape_and_never_forces_a_copy(num_sequences, chosen, monkeypatch):
     """As on an H200, with tensors on the CPU; head dimension 64 in rows of 65 elements cannot be addressed by TMA."""

@@ -82,11 +82,6 @@ def test_the_gpu_is_full_until_the_end_although_the_shortest_begin_first(num_til
     assert longest(turned) - 1 < 0.35 * (longest(items) - 1)
 
 
-def test_as_many_programs_as_items_get_one_each_in_order():
-    items = list(ordered_items(3, 5, 2, True))
-    assert share_out(items, [1, 2, 3], len(items)) == [[item] for item in items]
-
-
 def test_groups_finish_one_after_the_other_and_the_longest_tile_comes_first():
     order = list(ordered_items(3, 5, 2, True))
     first_group = [(2, 0), (2, 1), (1, 0), (1, 1), (0, 0), (0, 1)]

@@ -73,15 +73,6 @@ def test_gpus_with_less_shared_memory_get_the_settings_of_8_9(capability):
         assert all_settings(problem) == all_settings(smallest), problem
 
 
-@pytest.mark.parametrize("capability", [(8, 0), (10, 0), (12, 0), AMD])
-def test_fp32_has_one_backward_pass_where_that_is_reproducible_enough_and_spills_nothing(capability):
-    for problem in problems(capability):
-        if problem.dtype == torch.float32:
-            is_fused = capability != AMD and (problem.head_dim <= 64 or problem.head_dim == 128)
-            assert backward_settings(problem, False).fused == is_fused, problem
-            assert not backward_settings(problem, True).fused, problem
-
-
 @pytest.mark.parametrize("capability", [(10, 0), (10, 3), (11, 0)])
 def test_gpus_with_as_much_shared_memory_get_the_settings_of_9_0(capability):
     """But for fp32, whose products read registers there."""
