@@ -116,14 +116,6 @@ def test_short_help_shows_the_ten_most_used_options(every_command, monkeypatch):
     assert lengths["cs336sys bench"] == (10, 49)
 
 
-@pytest.mark.parametrize("help_option", ["-h", "--help"])
-def test_help_of_bench_begins_with_what_most_need(help_option):
-    shown = CliRunner().invoke(app, ["bench", help_option], env={"COLUMNS": "80"}).stdout
-    names = ["--size", "--context", "--model", "--bf16", "--compile", "--attention", "--cuda-graph", "--mode", "--save"]
-    assert re.findall(r"^│ (--[a-z0-9-]+)", shown, flags=re.M) == [*names, "--format"]
-    assert len(shown.splitlines()) < 35
-
-
 def test_no_help_or_message_names_a_page_that_an_installation_lacks():
     for path in Path(cs336sys.__file__).parent.rglob("*.py"):
         tree = ast.parse(path.read_text())
@@ -132,9 +124,3 @@ def test_no_help_or_message_names_a_page_that_an_installation_lacks():
         texts = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)]
         texts = [text for text in texts if isinstance(text, str) and text not in docstrings]
         assert not [text for text in texts if "docs/" in text and ".md" in text], path
-
-
-def test_large_defaults_are_written_as_one_would_type_them():
-    for command, default in (("scaling", "5e+10"), ("parallel", "131072")):
-        shown = CliRunner().invoke(app, ["account", command, "--help-all"], env={"COLUMNS": "100"}).stdout
-        assert f"[default: {default}]" in shown

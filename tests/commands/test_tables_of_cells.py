@@ -120,25 +120,6 @@ def drawn(monkeypatch):
     return figures
 
 
-def test_collectives_stand_side_by_side_by_backend_and_time_over_ranks(tmp_path, drawn):
-    cells = [
-        collective_cell(size, 10.0 * ranks + size / 1e5, ranks, backend)
-        for backend in ("gloo", "nccl")
-        for ranks in (1, 2, 4)
-        for size in (10**3, 10**6)
-    ]
-    plot_collectives(cells, tmp_path / "r.png")
-    axes = drawn[0].axes
-    assert [drawing.get_title() for drawing in axes[:2]] == ["all_reduce fp32 gloo", "all_reduce fp32 nccl"]
-    labels = [[line.get_label() for line in drawing.get_lines() if line.get_label()[0] != "_"] for drawing in axes]
-    assert labels[0] == labels[1] == ["1 ranks", "2 ranks", "4 ranks"]
-    assert labels[2] == labels[3] == ["2 ranks", "4 ranks"], "one rank has no bus"
-    assert labels[4] == labels[5] == ["1.00 MB", "1.00 KB"]
-    over_ranks = axes[5].get_lines()[0]
-    assert list(over_ranks.get_xdata()) == [1, 2, 4]
-    assert list(over_ranks.get_ydata()) == [20.0, 30.0, 50.0]
-
-
 def test_bandwidths_are_those_of_median_calls(tmp_path, drawn):
     # A stall: the mean of 100, 100 and 400 us is 200, and its bandwidth half of the median's.
     stalled = {"back_to_back": samples(100.0, 100.0, 400.0, unit="us")}
@@ -157,16 +138,6 @@ def test_every_curve_is_drawn_beside_its_line(tmp_path, drawn):
     assert lines[:2] == [[tokens[0], tokens[2]], [tokens[0], 2 * tokens[0]]]
     assert axes[2].lines[0].get_ydata()[0] == 10.0
     assert [text.get_text() for text in axes[3].get_legend().get_texts()] == ["fsdp, 2 a rank", "fsdp, 4 a rank"]
-
-
-def test_timelines_show_every_measured_cell(tmp_path):
-    plot_timelines([*DDP_CELLS, ddp_cell("flat", 80.5), ddp_cell("overlap", 90.0, timeline=None)], tmp_path / "t.svg")
-    # matplotlib writes text as outlines, with the text itself in a comment.
-    text = (tmp_path / "t.svg").read_text()
-    assert text.count("of which 10.0 ms overlapped with computing") == 5
-    assert "flat xl bf16: communication 20.0 ms, of which 10.0 ms overlapped with computing; exposed &lt; " in text
-    assert "naive xl fp32: communication 20.0 ms, of which 10.0 ms overlapped with computing; exposed 160.0 ms" in text
-    assert "bucketed 100 MB xl bf16: communication 20.0 ms" in text
 
 
 @pytest.mark.parametrize(("more", "is_drawn"), [({}, True), ({"link_bytes_per_s": math.inf}, False)])

@@ -64,20 +64,6 @@ def test_deterministic_is_what_auto_would_be_and_says_so_to_the_kernels(monkeypa
     assert called == [{"is_causal": True, "deterministic": True}, {"is_causal": True, "implementation": "auto"}]
 
 
-def test_compiled_is_the_plain_attention_compiled_for_its_shape(monkeypatch):
-    """Whether its results are right is tested at night: that takes a minute of compiling."""
-    compiled = []
-
-    def note(function, **options):
-        compiled.append((function, options))
-        return lambda *_, **mask: ("of the compiled one", mask)
-
-    monkeypatch.setattr(torch, "compile", note)
-    with implementation(workload("compiled"), CPU) as attention:
-        assert attention() == ("of the compiled one", {"is_causal": True})
-    assert compiled == [(measurement.plain_attention, {"dynamic": False})]
-
-
 def largest_error(shape):
     with implementation(shape, CPU) as attention:
         errors = attention_errors(attention, shape, CPU)
@@ -206,14 +192,6 @@ def test_flash_cell_is_checked_and_timed(name):
     for part, flops in expected.items():
         seconds = outcome.samples[part].median / 1e3
         assert outcome.derived[f"{part}_tflops"] == pytest.approx(flops / seconds / 1e12)
-
-
-def test_rounds_share_one_reference():
-    reference_results.cache_clear()
-    for number in (1, 2):
-        configuration = workload().configuration() | {"round": number, "repetition_ms": 1}
-        assert measure_flash(configuration, lambda stage: None).status == "ok"
-    assert reference_results.cache_info().misses == 1
 
 
 @pytest.mark.parametrize(
