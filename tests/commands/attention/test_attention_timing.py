@@ -64,6 +64,20 @@ def test_deterministic_is_what_auto_would_be_and_says_so_to_the_kernels(monkeypa
     assert called == [{"is_causal": True, "deterministic": True}, {"is_causal": True, "implementation": "auto"}]
 
 
+def test_compiled_is_the_plain_attention_compiled_for_its_shape(monkeypatch):
+    """Whether its results are right is tested at night: that takes a minute of compiling."""
+    compiled = []
+
+    def note(function, **options):
+        compiled.append((function, options))
+        return lambda *_, **mask: ("of the compiled one", mask)
+
+    monkeypatch.setattr(torch, "compile", note)
+    with implementation(workload("compiled"), CPU) as attention:
+        assert attention() == ("of the compiled one", {"is_causal": True})
+    assert compiled == [(measurement.plain_attention, {"dynamic": False})]
+
+
 def largest_error(shape):
     with implementation(shape, CPU) as attention:
         errors = attention_errors(attention, shape, CPU)
@@ -227,16 +241,6 @@ def test_feature_that_a_cpu_lacks_is_a_capability_error(name, monkeypatch):
     monkeypatch.setattr("cs336sys.kernels.attention.choice.INTERPRETED", False)
     with pytest.raises(CapabilityError):
         measure_flash(workload(name).configuration(), lambda stage: None)
-
-
-def test_attn_cell_times_forward_and_backward():
-    configuration = workload(causal=False).configuration() | {"warmup": 1, "steps": 3}
-    outcome = measure_attn(configuration, lambda stage: None)
-    expected = {"forward": 3, "backward": 3, "step": 3, "wall": 3}
-    assert {name: len(samples.measured) for name, samples in outcome.samples.items()} == expected
-    errors = {name: outcome.derived.pop(name) for name in ("out_error", "dq_error", "dk_error", "dv_error")}
-    assert 0 < max(errors.values()) < outcome.derived.pop("error_of_a_row") < 1e-5
-    assert outcome.derived == {"held_gib": None, "peak_gib": None}
 
 
 @pytest.mark.gpu

@@ -226,17 +226,6 @@ def test_torch_sends_no_bf16_on_a_cpu(ranks):
         ranks().run(verify_on_rank, workload("torch", gradient_dtype="bf16"))
 
 
-def test_ranges_show_phases_and_launches(ranks):
-    """In the backward pass where buckets overlap with it, and after it where they do not."""
-    phases = ["forward", "/forward", "backward", "/backward", "synchronize", "/synchronize", "optimizer", "/optimizer"]
-    during, _ = ranks().run(training_ranks.marks, workload("bucketed"))
-    launches = [name for name in during if "launch" in name]
-    assert launches[:2] == ["launch bucket 0", "/launch bucket 0"]
-    assert during == [*phases[:3], *launches, *phases[3:]]
-    after, _ = ranks().run(training_ranks.marks, workload("flat"))
-    assert after == [*phases[:5], "launch bucket 0", "/launch bucket 0", *phases[5:]]
-
-
 def test_timeline_counts_unions_of_intervals():
     compute = [(1_000_000, 3_000_000), (2_000_000, 4_000_000), (10_000_000, 11_000_000)]
     communicate = [(3_500_000, 9_000_000), (3_600_000, 5_000_000), (10_500_000, 10_600_000)]
