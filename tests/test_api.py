@@ -1,6 +1,5 @@
 """The commands as functions, as a notebook or a script calls them."""
 
-import importlib.util
 import inspect
 import json
 import os
@@ -25,36 +24,6 @@ from cs336sys.results.recording import record
 from cs336sys.settings.sizes import choose_size
 
 ROOT = Path(__file__).parent.parent
-
-SCRIPT = """
-from pathlib import Path
-from typing import Any
-
-import cs336sys
-from cs336sys import Interrupted, Results, Tables, account, api, bench, compare, flash, read, trace, verify
-
-
-def measure(build: Any, folder: Path) -> list[Results]:
-    return [
-        bench("tiny", precision=["fp32", "bf16"], steps=2, percentiles=[50, 90.5], plot=folder / "bench.png"),
-        bench(build, device="cpu", dry_run=True),
-        flash(context=512, causal=True),
-        api.kernels(op="rms-norm"),
-        trace([folder / "a.json", folder / "b.json"], top=3),
-    ]
-
-
-def show(results: Results, other: Results) -> Tables:
-    print(cs336sys.__version__, results, results.table("csv"), results.to_dict()["tables"], results.ok)
-    print(results.to_pandas("bench"), results._repr_html_(), [cell.status for cell in results.cells])
-    results.save("saved.jsonl")
-    results.plot(Path("saved.png"))
-    try:
-        print(account("memory", size="xl"), verify("mine.py:wrap", world_size=2).ok)
-    except Interrupted as stop:
-        print(stop.results.runs[0].machine)
-    return compare(results, read("other.jsonl"), fail_above="5%")
-"""
 
 
 def model_of_this_file(size):
@@ -302,18 +271,3 @@ def test_own_kernel_may_be_a_closure():
     settings = {"context": 32, "num_heads": 2, "head_dim": 8, "dtype": "fp32", "device": "cpu", "repetition_ms": 2}
     cells = flash(kernel=attention, implementation="eager", **settings).cells
     assert [cell.status for cell in cells] == ["ok", "ok"]
-
-
-@pytest.mark.nightly
-@pytest.mark.skipif(importlib.util.find_spec("mypy") is None, reason="needs mypy")
-def test_user_script_is_typed(tmp_path):
-    (tmp_path / "script.py").write_text(SCRIPT)
-    done = subprocess.run(
-        [sys.executable, "-m", "mypy", "--strict", "--follow-imports=silent", "script.py"],
-        cwd=tmp_path,
-        # mypy does not see editable installations.
-        env=os.environ | {"MYPYPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout

@@ -1,22 +1,17 @@
-import ast
 import contextlib
 import io
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import typer
 from kept_workers import every_command  # noqa: F401
 from typer.testing import CliRunner
 
-import cs336sys
 from cs336sys import __version__
 from cs336sys.cli import COMMANDS, PANELS, app
 from cs336sys.command_line.invocation import MOST_USED
-
-README = Path(__file__).parent.parent / "README.md"
 
 
 def test_version_and_help():
@@ -25,18 +20,6 @@ def test_version_and_help():
     listed = re.findall(r"─ ([A-Z][a-z ]+?) ─|│ ([a-z]+) +[A-Z]", shown)
     expected = [word for panel, commands in PANELS.items() for word in (panel, *commands)]
     assert [panel or command for panel, command in listed if panel != "Options"] == expected
-
-
-def test_readme_groups_commands_as_help_does():
-    table = README.read_text().partition("| | command | answers |")[2].partition("```")[0]
-    words = re.findall(r"^\| ([A-Z][a-z ]+) \||\[`([a-z]+)`\]", table, re.MULTILINE)
-    grouped = {}
-    for panel, command in words:
-        if panel:
-            commands = grouped[panel] = set()
-        else:
-            commands.add(command)
-    assert grouped == {panel: set(commands) for panel, commands in PANELS.items()}
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -114,27 +97,3 @@ def test_short_help_shows_the_ten_most_used_options(every_command, monkeypatch):
             assert min(hidden) >= max(rank for rank, name in zip(ranks, every, strict=True) if name in shown)
     assert set(MOST_USED) <= names
     assert lengths["cs336sys bench"] == (10, 49)
-
-
-@pytest.mark.parametrize("help_option", ["-h", "--help"])
-def test_help_of_bench_begins_with_what_most_need(help_option):
-    shown = CliRunner().invoke(app, ["bench", help_option], env={"COLUMNS": "80"}).stdout
-    names = ["--size", "--context", "--model", "--bf16", "--compile", "--attention", "--cuda-graph", "--mode", "--save"]
-    assert re.findall(r"^│ (--[a-z0-9-]+)", shown, flags=re.M) == [*names, "--format"]
-    assert len(shown.splitlines()) < 35
-
-
-def test_no_help_or_message_names_a_page_that_an_installation_lacks():
-    for path in Path(cs336sys.__file__).parent.rglob("*.py"):
-        tree = ast.parse(path.read_text())
-        documented = (ast.Module, ast.ClassDef, ast.FunctionDef)
-        docstrings = {ast.get_docstring(node, clean=False) for node in ast.walk(tree) if isinstance(node, documented)}
-        texts = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)]
-        texts = [text for text in texts if isinstance(text, str) and text not in docstrings]
-        assert not [text for text in texts if "docs/" in text and ".md" in text], path
-
-
-def test_large_defaults_are_written_as_one_would_type_them():
-    for command, default in (("scaling", "5e+10"), ("parallel", "131072")):
-        shown = CliRunner().invoke(app, ["account", command, "--help-all"], env={"COLUMNS": "100"}).stdout
-        assert f"[default: {default}]" in shown

@@ -37,11 +37,6 @@ def test_ceilings_are_those_of_a_gpu(tmp_path, monkeypatch):
 H200 = Ceilings("NVIDIA H200", {"fp32": 50.0, "tf32": 400.0, "bf16": 766.0, "fp16": 770.0}, 4260.0, 4.5)
 
 
-def test_written_ceilings_are_read_again(tmp_path):
-    H200.write(tmp_path / "c.json")
-    assert read_ceilings(tmp_path / "c.json") == H200
-
-
 @pytest.mark.parametrize(
     "content",
     [

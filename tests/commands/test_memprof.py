@@ -193,13 +193,6 @@ def test_dry_run_without_trace_is_arithmetic(options, rows, monkeypatch):
     assert {row["traced_peak_gib"] for row in found["plan"]["rows"]} == {None}
 
 
-def test_half_precision_on_a_cpu_is_explained():
-    """What is predicted is a GPU's memory."""
-    notes = tables(memprof(TINY, "--mode forward --bf16 --no-predict"))["memprof"]["notes"]
-    (note,) = (note for note in notes if note.startswith("On a CPU"))
-    assert "fp32 copy of the logits" in note
-
-
 def test_own_snapshots_have_the_categories_that_were_recorded(sweep):
     _, directory, _ = sweep
     read = tables(memprof("--from", directory / "s"))

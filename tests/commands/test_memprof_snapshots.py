@@ -104,12 +104,6 @@ def test_name_that_the_system_refuses_is_refused_before_measuring(tmp_path):
     assert "File name too long" in result.stderr
 
 
-def test_dry_run_says_formulas_before_it_traces():
-    result = memprof("--size tiny --context 32 --batch-size 1 --num-layers 1 --dry-run")
-    assert result.exit_code == 0, result.output
-    assert "GiB by formulas (" in result.stderr.splitlines()[0]
-
-
 def test_plan_of_another_model_says_what_is_not_predicted():
     model = f"{Path(__file__).parents[1] / 'user_models.py'}:Encoder"
     words = "--size tiny --context 32 --batch-size 2 --plan --memory 10GiB --model"

@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 import torch
-from profile_files import ChromeTrace, NsysReport, train_step
+from profile_files import NsysReport, train_step
 from run_commands import imported_by, invoke, tables
 
 from cs336sys.capture.range_names import run_name
@@ -167,16 +167,6 @@ def test_different_kernels_of_one_short_name_are_numbered(tmp_path):
     found = read(recorder.write())
     assert [row["kernel"] for row in found["kernels"]["rows"]] == ["Kernel3", "Kernel3 (2)"]
     assert "unclassified: Kernel3" in found["shares"]["notes"]
-
-
-def test_fewer_launches_backward_than_forward_are_pointed_out(tmp_path):
-    trace = ChromeTrace(tmp_path / "trace.json")
-    trace.range("forward", 0, 100)
-    trace.range("backward", 100, 200)
-    for at in (10, 20, 110):
-        trace.kernel("nvjet", at, at + 1, at + 5)
-    notes = read(trace.write())["phases"]["notes"]
-    assert "warning: the backward pass has fewer launches than the forward pass" in notes
 
 
 PROFILED = {"NSYS_PROFILING_SESSION_ID": "1"}

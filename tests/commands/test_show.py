@@ -339,13 +339,6 @@ def test_characters_beyond_ascii_become_question_marks(tmp_path):
     assert b" ? " in result.stdout
 
 
-def test_a_long_page_says_how_far_it_is(tmp_path, monkeypatch):
-    monkeypatch.setattr("cs336sys.commands.registry._SILENT_S", 0.0)
-    page = tmp_path / "page.html"
-    path = changed(tmp_path, "memprof-2048", lambda number, record: None)
-    assert show(path, "--html", page).stderr == (f"1 of 2 pictures are done\nwrote {page}\n")
-
-
 def test_cells_of_a_removed_strategy_are_passed_over_with_a_warning():
     result = show(RESULTS / "ddp-graph-sizes-h200.jsonl.gz")
     assert result.exit_code == 0

@@ -19,7 +19,7 @@ from cs336sys.commands.rank_training import measure as measurement
 from cs336sys.commands.rank_training.communication import _communication_timeline
 from cs336sys.commands.rank_training.measure import kept_ranks, measure_parallel_training, slowest, trace_path
 from cs336sys.commands.rank_training.rank import RankMeasurement, verify_on_rank
-from cs336sys.errors import CapabilityError, UsageError
+from cs336sys.errors import CapabilityError
 from cs336sys.parallel.ranks import launch
 from cs336sys.parallel.ranks.spawned import RankError
 from cs336sys.parity.rounding import TOLERANCES
@@ -226,17 +226,6 @@ def test_torch_sends_no_bf16_on_a_cpu(ranks):
         ranks().run(verify_on_rank, workload("torch", gradient_dtype="bf16"))
 
 
-def test_ranges_show_phases_and_launches(ranks):
-    """In the backward pass where buckets overlap with it, and after it where they do not."""
-    phases = ["forward", "/forward", "backward", "/backward", "synchronize", "/synchronize", "optimizer", "/optimizer"]
-    during, _ = ranks().run(training_ranks.marks, workload("bucketed"))
-    launches = [name for name in during if "launch" in name]
-    assert launches[:2] == ["launch bucket 0", "/launch bucket 0"]
-    assert during == [*phases[:3], *launches, *phases[3:]]
-    after, _ = ranks().run(training_ranks.marks, workload("flat"))
-    assert after == [*phases[:5], "launch bucket 0", "/launch bucket 0", *phases[5:]]
-
-
 def test_timeline_counts_unions_of_intervals():
     compute = [(1_000_000, 3_000_000), (2_000_000, 4_000_000), (10_000_000, 11_000_000)]
     communicate = [(3_500_000, 9_000_000), (3_600_000, 5_000_000), (10_500_000, 10_600_000)]
@@ -438,18 +427,3 @@ def test_a_rank_that_dies_between_replays_ends_the_run():
     with pytest.raises(RankError) as caught:
         launch.run(training_ranks.killed_between_replays, cell, world_size=2, backend="nccl", timeout_s=3600)
     assert caught.value.rank == 1
-
-
-@pytest.mark.parametrize(
-    ("settings", "sentence"),
-    [
-        ({"strategy": "ring"}, "unknown strategy 'ring': choose from naive, flat, overlap, bucketed, torch"),
-        ({"strategy": "bucketed"}, "--bucket-mb: strategy 'bucketed' needs one"),
-        ({"strategy": "fsdp"}, "--prefetch: strategy 'fsdp' needs one"),
-        ({"training": Workload(SIZE, mode="forward")}, "mode 'forward': ranks that share a batch can only train"),
-    ],
-)
-def test_workloads_that_no_command_asks_for_are_refused(settings, sentence):
-    """Those that a command may ask for are in test_refusals.py."""
-    with pytest.raises(UsageError, match=sentence):
-        ParallelWorkload(**{"training": Workload(SIZE, device="cpu"), "strategy": "naive"} | settings)

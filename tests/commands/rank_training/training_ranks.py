@@ -1,6 +1,5 @@
 """What the tests run on ranks: training that is wrong in one way, and steps looked at from inside."""
 
-import contextlib
 import functools
 import gc
 import importlib
@@ -276,32 +275,6 @@ def done_when_launched():
         done = work.is_completed()
     work.wait()
     return done
-
-
-class _ListedMarks:
-    """Names of ranges in the order in which they open and, with a slash, close."""
-
-    def __init__(self):
-        self.names = []
-
-    def start(self, name):
-        self.names.append(name)
-        return lambda: self.names.append(f"/{name}")
-
-    @contextlib.contextmanager
-    def range(self, name):
-        end = self.start(name)
-        yield
-        end()
-
-
-def marks(workload):
-    step = ParallelStep(workload, CPU)
-    step()
-    listed = _ListedMarks()
-    step.mark(listed)
-    step()
-    return listed.names
 
 
 def verify_compiled(workload) -> tuple[WeightDifference, int]:

@@ -33,7 +33,6 @@ from cs336sys.commands.report.evidence import evidence_of
 from cs336sys.commands.report.handouts import PROBLEMS
 from cs336sys.commands.report.problem import HANDOUTS, Target
 from cs336sys.commands.report.problems import code
-from cs336sys.commands.report.problems.ranks import ddp_commands, xl_command
 from cs336sys.results.model import Results, Samples
 
 PATH = Path(__file__).with_name("figures.txt")
@@ -189,18 +188,6 @@ def commands_of_size(size):
 @pytest.mark.parametrize(("expression", "rows"), list(read_figures(PATH)), ids=lambda value: str(value)[:60])
 def test_answers_follow_the_numbers(expression, rows):
     assert rows_of(expression, globals()) == rows
-
-
-def test_estimate_counts_each_cell_once():
-    target = Target(HANDOUTS[2026])
-    flags = ("--strategy", "none,optimizer,optimizer-flat")
-    half = xl_command(target, "shard", *flags, cells=3, precision=("fp32",))
-    both = xl_command(target, "shard", *flags, cells=6, precision=("fp32", "bf16"))
-    assert half.seconds < both.seconds < 2 * half.seconds
-    # Naive, flat, overlapped, and bucketed with four sizes of buckets.
-    (command,) = ddp_commands(Target(HANDOUTS[2025]))
-    flags = ("--mode", "naive,flat,overlap,bucketed", "--bucket-mb", "1,10,100,1000")
-    assert command == xl_command(Target(HANDOUTS[2025]), "ddp", *flags, cells=7)
 
 
 @pytest.mark.parametrize("name", sorted({one.name for one in vars(code).values() if isinstance(one, code.Code)}))

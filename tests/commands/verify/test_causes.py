@@ -1,7 +1,6 @@
 """Each block of ``sentences.jinja`` is said somewhere, and each that is said is there; ``figures.txt`` has examples."""
 
 import ast
-import math
 from importlib import resources
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,8 +11,7 @@ import torch
 from written_figures import read_figures, rows_of, write_figures
 
 from cs336sys.commands import verify
-from cs336sys.commands.verify.comparison import ComparedCase, TensorDifference, fault, with_facts
-from cs336sys.commands.verify.diagnosis import _holds_twice
+from cs336sys.commands.verify.comparison import ComparedCase, fault
 from cs336sys.commands.verify.measure import _Case
 from cs336sys.findings import sentence
 from cs336sys.parity.record import RankReport, Record
@@ -55,15 +53,6 @@ def test_facts_fill_a_sentence(expression, rows):
     assert rows_of(expression, globals()) == rows
 
 
-def test_what_is_known_besides_stands_around_the_sentence():
-    frozen = with_facts(fault("frozen", name="w"), "tied", is_tied_alone=True, first_in_pass="w", note="see w")
-    assert frozen.cause == "tied"
-    assert sentence(verify.__name__, "meaning", with_facts(frozen, is_of_plain_step=True, right_where="here")) == (
-        "as in the plain step: only the weight that several layers share is off: w, the first in the backward pass: "
-        "w is frozen and was changed; it is right here; see w"
-    )
-
-
 # What compared tensors say: how much rounding explains, which names and slices fit, and by how much one is off.
 @pytest.mark.parametrize(
     ("dtype", "half", "most"),
@@ -96,19 +85,6 @@ def test_parameter_without_a_name_is_refused_by_its_name_and_not_by_that_of_unkn
     outcome = _Case._nothing_found(SimpleNamespace(), compared)
     assert outcome.derived["verdict"] == "refused"
     assert "no parameter that is the model's b.weight; c.renamed is none of the model's" in outcome.reason
-
-
-def test_rows_that_several_ranks_hold_are_seen():
-    rows = torch.arange(12.0).view(4, 3)
-    assert not _holds_twice(rows)
-    assert _holds_twice(rows[[0, 1, 0, 1]])
-    assert _holds_twice(torch.tensor([1.0, 2.0, 1.0]))
-
-
-@pytest.mark.parametrize(("relative", "by"), [(math.inf, "more than its size"), (0.01234, "1.23 %")])
-def test_difference_without_a_finite_size_is_said_in_words(relative, by):
-    difference = TensorDifference("weight", 2, "w", 0, relative, 0.0, torch.ones(3), torch.ones(3))
-    assert difference.message == f"step 2, rank 0: weight of w is off by {by}"
 
 
 if __name__ == "__main__":

@@ -43,15 +43,6 @@ def outcomes_of(fault):
     return {case: outcome_of(fault.wrap, case, **settings) for case in ("step", *fault.cases)}
 
 
-def test_catalogue_holds_sixty_faults_with_their_sources():
-    catalogue = (*faults.FAULTS, *real_bugs.BUGS)
-    assert len({fault.name for fault in catalogue}) == len(catalogue) >= 60
-    assert all(fault.source for fault in catalogue)
-    assert {fault.mesh for fault in catalogue} == {"data", "tensor", "context", "pipeline"}
-    right = {wrap.rpartition(":")[2] for wrap, *_ in (*faults.RIGHT, *faults.LESS_PRECISE)}
-    assert right >= faults.REPRESENTATIVE
-
-
 def nightly_unless(is_quick, *values, id):
     return pytest.param(*values, id=id, marks=() if is_quick else pytest.mark.nightly)
 
