@@ -45,6 +45,13 @@ def test_whole_quotients_stay_whole():
     assert (N / S).value == pytest.approx(1 / 24)
 
 
+def test_numbers_compare_by_value():
+    assert N < 5 < S
+    assert S >= 96 > N
+    assert N <= 4
+    assert not N > B + 1
+
+
 def test_the_text_with_numbers_computes_to_the_value():
     """Random arithmetic: what is printed, read again as arithmetic, gives what was computed."""
     chance = random.Random(0)

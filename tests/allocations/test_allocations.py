@@ -212,6 +212,34 @@ def test_snapshot_that_cannot_be_written_leaves_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+class HandoutNorm(nn.Module):
+    """RMSNorm as the handout's section 3.1 writes it."""
+
+    def __init__(self, hidden_size):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(hidden_size))
+
+    def forward(self, x):
+        rms = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5)
+        x = x * rms
+        return self.weight * x
+
+
+def test_handouts_norm():
+    """The handout's hooks see six: x twice, rms twice, x * rms, and the weight, which is there anyway."""
+    model = nn.Sequential(HandoutNorm(10))
+    x = torch.randn(4, 5, 10, requires_grad=True)
+    names = {module: name for name, module in model.named_modules()}
+    found = saved_tensors(lambda: model(x), model.parameters(), names)
+    assert [(t.shape, t.size, t.operation, t.module) for t in found] == [
+        ((4, 5, 10), 800, "input", "0"),
+        ((4, 5, 10), 800, "Mul", "0"),
+        ((4, 5, 1), 80, "Rsqrt", "0"),
+    ]
+    assert all(t.dtype == "float32" and " forward" in t.code for t in found)
+    assert "allocations/test_allocations.py:" in found[0].code
+
+
 def test_nothing_stays_alive():
     """A node that saves its own result, as exp does, must not be kept alive by it."""
     made = []

@@ -1,5 +1,6 @@
 """Every finding of the diagnosis, on machines made of canned tool output."""
 
+import json
 import os
 import sys
 from types import SimpleNamespace
@@ -144,6 +145,17 @@ def test_a_torch_that_cannot_be_imported_is_the_only_finding(monkeypatch):
     checks = diagnose()
     assert [(check.name, check.verdict) for check in checks] == [("Python", "ok"), ("torch", "missing")]
     assert "import fails" in checks[1].found
+
+
+def test_attention_says_how_it_is_called_and_whose_settings_it_has(monkeypatch):
+    pretend_gpus(monkeypatch, 1)
+    reason = "through Python: there is no C++ compiler"
+    answer = {"attention calls": (reason, "`apt-get install g++`."), "attention settings": ("built-in settings", None)}
+    monkeypatch.setattr(software, "run_tool", lambda command, **_: f"a warning\n{json.dumps(answer)}")
+    assert software.check_attention() == [
+        Check("attention calls", reason, "warn", "`apt-get install g++`."),
+        Check("attention settings", "built-in settings"),
+    ]
 
 
 def test_attention_of_a_probe_that_dies_and_without_a_gpu(monkeypatch):

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from cs336sys.parity.orders import Order, train_in_order
-from cs336sys.parity.training import run_steps
+from cs336sys.parity.training import run_steps, train
 from cs336sys.parity.weights import STEPS
 from cs336sys.settings.sizes import choose_size
 from cs336sys.settings.training import UserCode, Workload
@@ -195,3 +195,14 @@ def test_captured_steps_are_warmed_up_by_the_capture():
     assert calls_of(step) == ["capture"] + [call for number in range(1, 6) for call in (number, *ONE_STEP)]
     with pytest.raises(AssertionError):
         run_steps(counting_step("on"), 3)
+
+
+def test_a_training_returns_losses_by_number_weights_and_copies():
+    model = nn.Linear(1, 1, bias=False)
+    result = train(counting_step(), model, 1)
+    assert [(name, result[f"the loss of step {name}"].item()) for name in range(1, 6)] == [
+        (1, 2), (2, 3), (3, 4), (4, 5), (5, 6)
+    ]  # fmt: skip
+    assert result["weight"] is model.weight
+    assert result["the copy of w"].tolist() == [0]
+    assert len(result) == 7

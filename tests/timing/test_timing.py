@@ -88,6 +88,12 @@ def test_calls_on_a_cpu_are_warmed_up_for_as_long_as_asked_for(clock, monkeypatc
     assert samples.median >= 2
 
 
+def test_without_synchronisation_wall_spans_from_start_to_start():
+    samples = time_phases({"only": lambda: None}, warmup=0, steps=3, device=CPU, synchronize_steps=False)
+    assert len(samples["wall"].measured) == 3
+    assert all(wall >= step for wall, step in zip(samples["wall"].measured, samples["step"].measured, strict=True))
+
+
 @pytest.mark.parametrize(
     ("intervals", "length"),
     [

@@ -200,3 +200,8 @@ def test_a_file_of_another_user_is_refused_unless_it_is_named(folder, monkeypatc
     assert planned("--config", os.devnull) == [("tiny", 512, 4, 10000, "fp32")]
     path.write_text("[project]\nname = 'another'")
     assert run("bench", "--dry-run").exit_code == 0, "it has no settings"
+
+
+def test_help_shows_the_defaults_of_the_file(folder):
+    (folder / "pyproject.toml").write_text("[tool.cs336sys.bench]\nsteps = 77")
+    assert "[default: 77]" in run("bench", "--help-all").stdout
