@@ -18,7 +18,7 @@ from cs336sys.allocations.dump import as_snapshot, write_snapshot
 from cs336sys.allocations.history import CpuHistory, CudaHistory, FakeHistory
 from cs336sys.allocations.recorder import StepRecorder, saved_tensors
 from cs336sys.allocations.timeline import RECOMPUTATION, Origin, Region, Span, build_timeline
-from cs336sys.allocations.without_values import WithoutValues, code_line
+from cs336sys.allocations.without_values import WithoutValues
 from cs336sys.errors import UsageError
 
 pytestmark = pytest.mark.usefixtures("own_attention")
@@ -178,12 +178,6 @@ def test_fake_numbers_read_as_zero():
         assert not (torch.ones(2) > 0).any()
         assert torch.ones(2).sum().item() == 0.0
         assert torch.ones(2, dtype=torch.int64).sum().item() == 0
-
-
-def test_code_line_skips_torch_and_the_recorder():
-    frames = [(CpuHistory.__enter__.__code__.co_filename, 1, "mark"), (torch.__file__, 2, "call")]
-    assert code_line([*frames, ("/x/y/my_model.py", 3, "forward"), ("/x/z.py", 4, "main")]) == "y/my_model.py:3 forward"
-    assert code_line([*frames, ("<string>", 3, "f")]) == ""
 
 
 def test_snapshot_opens_in_torchs_own_tools(tmp_path):

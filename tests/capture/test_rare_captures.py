@@ -13,7 +13,6 @@ from test_capture_figures import read
 
 from cs336sys.capture import capture as captures
 from cs336sys.capture import chrome_trace, nsys, reading
-from cs336sys.capture.analysis import Analysis
 from cs336sys.capture.range_names import run_name
 from cs336sys.capture.reading import open_capture, read_captures
 from cs336sys.capture.summary import Profile, summarize
@@ -76,13 +75,6 @@ def test_reports_of_nsys_give_the_same_parts(tmp_path):
         analyses += read_captures([recorder.write()]).analyses
     of_report, of_trace = analyses
     assert (of_report.parts, of_report.kernels) == (of_trace.parts, of_trace.kernels)
-
-
-def test_an_analysis_survives_a_results_file():
-    (of_gpu,) = read(
-        "range step 0 1000 | kernel ncclAllReduce 10 100 300 | call cudaDeviceSynchronize 200 310"
-    ).analyses
-    assert Analysis.from_json(json.loads(json.dumps(of_gpu.to_json()))) == of_gpu
 
 
 def test_commands_that_ran_stand_in_the_report_which_is_not_written_to(tmp_path):

@@ -46,10 +46,6 @@ def end_with_abort(connection):
     libc.__cxa_atexit(libc.abort, None, None)
 
 
-def fail(connection):
-    raise ValueError("the numbers are wrong")
-
-
 def wait(connection):
     """Say that it has begun, and end when it is told to."""
     connection.send("begun")

@@ -46,15 +46,6 @@ def test_a_process_under_a_profiler_ends_as_the_profiler_expects(monkeypatch, va
     guarded.kill()
 
 
-def test_a_process_that_fails_says_so(capfd):
-    guarded, connection = call_guarded("endings:fail")
-    with pytest.raises(EOFError):
-        connection.recv()
-    assert guarded.has_ended(60)
-    assert guarded.process.returncode == 1
-    assert "ValueError: the numbers are wrong" in capfd.readouterr().err
-
-
 def test_modules_in_the_working_folder_stand_in_for_none_of_pythons_own(tmp_path, monkeypatch, capfd):
     for name in ("random", "socket", "tempfile"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit('code of a stranger')")
@@ -107,8 +98,3 @@ def test_a_process_can_be_spawned_after_a_fork():
 class _Nothing:
     def start(self):
         pass
-
-
-def test_failing_start_fails_for_its_caller():
-    with pytest.raises(AttributeError, match="no attribute 'start'"):
-        start_for_good(None)

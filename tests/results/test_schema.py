@@ -91,14 +91,6 @@ def test_schema_refuses_what_reading_passes_over(schema, damage, tmp_path):
         assert read_results(path).cells == ()
 
 
-def test_unknown_setting_is_valid_and_kept(schema, tmp_path):
-    cell = {"schema_version": 1, "kind": "cell"} | CELL | {"configuration": {"later_setting": [1]}}
-    path = tmp_path / "r.jsonl"
-    path.write_text(json.dumps(cell))
-    assert is_valid(cell, schema, schema)
-    assert read_results(path).cells[0].configuration == {"later_setting": [1]}
-
-
 RUN = {"run_id": "a", "time": "now", "arguments": ["bench"], "machine": {}, "environment": {}}
 CELL = {
     "command": "bench",

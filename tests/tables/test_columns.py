@@ -8,7 +8,6 @@ import ast
 import functools
 import os
 import re
-from collections import Counter
 from dataclasses import MISSING
 from pathlib import Path
 
@@ -152,28 +151,3 @@ def test_every_explained_column_is_in_the_code():
     words = set(re.findall(r"\w+", "\n".join(path.read_text() for path in paths)))
     names = set().union(*explained().values())
     assert sorted(name for name in names - words if not any(re.fullmatch(key, name) for key in keys)) == []
-
-
-def column_headers() -> list[tuple[str, list[tuple[str, ...]]]]:
-    """File, and literal headers with their units, of each tuple of columns of tables."""
-    found = []
-    for path in (*(ROOT / "cs336sys/tables").rglob("*.py"), *(ROOT / "cs336sys/commands").rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
-            elements = node.elts if isinstance(node, ast.Tuple) else []
-            calls = [call for call in elements if isinstance(call, ast.Call) and ast.unparse(call.func) == "Column"]
-            literal = [call.args[1:] for call in calls if isinstance(call.args[1], ast.Constant)]
-            found.append((path.name, [tuple(map(ast.unparse, arguments)) for arguments in literal]))
-    return found
-
-
-def test_headers_say_what_stands_below_them_and_no_table_has_two_columns_of_one_name():
-    found = column_headers()
-    assert sum(len(headers) for _, headers in found) > 200, "the search no longer sees the columns"
-    bare = [
-        (name, header)
-        for name, headers in found
-        for header, *_ in headers
-        if header in ("'in'", "'at'", "'of'", "'by'")
-    ]
-    twice = [(name, header) for name, headers in found for header, count in Counter(headers).items() if count > 1]
-    assert (bare, twice) == ([], [])

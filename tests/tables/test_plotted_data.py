@@ -14,7 +14,7 @@ from cs336sys.commands.bench import tables as bench
 from cs336sys.commands.ddp import tables as ddp
 from cs336sys.commands.nsys.tables import plot_profiles, profile_tables
 from cs336sys.commands.trace import kernel_tables as kernels
-from cs336sys.results.model import Cell, read_results
+from cs336sys.results.model import read_results
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
 
@@ -147,13 +147,3 @@ def test_bars_of_nsys_are_the_shares_of_the_table(figures):
     colors = {to_hex(handle.get_facecolor()) for handle in figure.legends[0].get_patches()}
     used = {to_hex(patch.get_facecolor()) for axes in figure.axes for patch in axes.patches}
     assert used == colors, "every colour has its name"
-
-
-def test_legend_of_many_implementations_beside_one_head_dimension(figures):
-    shape = {"batch_size": 1, "heads": 16, "head_dim": 64, "dtype": "bf16", "causal": True, "context": 128}
-    tflops = dict.fromkeys(("forward_tflops", "backward_tflops", "end_to_end_tflops"), 10.0)
-    names = ["auto", "triton", "hopper", "eager", "compiled", "sdpa-flash", "sdpa-cudnn", "flex-attention"]
-    cells = [Cell("flash", shape | {"implementation": name}, "ok", derived=tflops) for name in names]
-    attention.plot_flash(cells, Path("flash.png"))
-    assert_whole(figures[0])
-    assert [text.get_text() for text in figures[0].legends[0].get_texts()] == names

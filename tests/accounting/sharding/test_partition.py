@@ -66,12 +66,6 @@ def test_every_element_has_one_owner_and_slices_are_aligned(tier, world_size, si
     assert padded - sum(sizes) < ALIGNMENT * (world_size + len(sizes))
 
 
-def test_zigzag_gives_each_rank_a_chunk_from_either_end():
-    split = SequenceSplit(8, 2)
-    assert split.chunks == ((range(0, 2), range(6, 8)), (range(2, 4), range(4, 6)))
-    assert SequenceSplit(7, 2, is_zigzag=False).chunks == ((range(0, 4),), (range(4, 7),))
-
-
 @pytest.mark.parametrize("is_zigzag", [True, False])
 @pytest.mark.parametrize("world_size", [1, 3, 8])
 @pytest.mark.parametrize("length", [8, 23, 64])

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from cs336sys.cli import COMMANDS, app, module_of
 from cs336sys.command_line.options.reading import Effect, effect_of
-from cs336sys.errors import SYNONYMS, UsageError
+from cs336sys.errors import UsageError
 
 NUMBERS = ("<int>", "<number>", "<s>")
 
@@ -216,12 +216,3 @@ def test_inputs_and_results_are_not_overwritten(arguments, sentence, tmp_path, m
     assert result.exit_code == 2
     assert re.search(sentence, result.stderr)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == files
-
-
-def test_synonyms_stand_for_options_or_values_and_are_none_themselves(every_command):
-    options = {name.lstrip("-") for _, command in every_command for option in command.params for name in option.opts}
-    values = {"cuda", "fp32", "bf16", "fp16", "sdpa", "flash"}
-    assert set(SYNONYMS) - values <= options
-    for name, synonyms in SYNONYMS.items():
-        assert name not in synonyms.split()
-        assert len(set(synonyms.split())) == len(synonyms.split())
