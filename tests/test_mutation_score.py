@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from mutants import apply, mutants_of
+from mutants import Mutant, apply, mutants_of
 
 TOOLS = Path(__file__).parents[1] / "tools"
 
@@ -95,6 +95,22 @@ def test_each_fault_has_one_outcome(tmp_path):
     assert ["small", "8", "8", "3", "0", "3", "2", "0", "37.5%"] in rows
     assert ["-", "return", "value", ">", "LEAST"] in rows
     assert (tmp_path / "small" / "numbers.py").read_text() == SOURCE
+
+
+def plant(source, old, new, line=1, column=0):
+    return apply(Mutant("numbers.py", "", line, column, old, new, (line, line), False), source.encode())
+
+
+@pytest.mark.parametrize(
+    ("source", "old", "new"),
+    [
+        pytest.param("a < b", "c", "d", id="another text is there"),
+        pytest.param("# a < b", "# a", "# b", id="the program is the same"),
+        pytest.param("a < b", "a <", "a <<<", id="no program"),
+    ],
+)
+def test_fault_that_cannot_be_planted_counts_as_none(source, old, new):
+    assert plant(source, old, new) is None
 
 
 @pytest.mark.parametrize(

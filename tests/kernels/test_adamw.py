@@ -10,7 +10,7 @@ import weakref
 import pytest
 import torch
 
-from cs336sys.kernels.adamw import AdamW, kernels
+from cs336sys.kernels.adamw import AdamW, kernels, tables
 
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
 
@@ -116,6 +116,27 @@ def test_dtypes_of_parameters_and_gradients(dtype, grad_dtype, device):
             optimizer.state[ours][name].double(), expected.state[theirs][name], rtol=2e-6, atol=1e-7
         )
     assert_rounded(ours.detach(), weight)
+
+
+def test_one_launch_for_parameters_of_one_dtype_and_tables_made_once(device, monkeypatch):
+    parameters = parameters_of(make_tensors([(7,)] * 8, device=device))
+    described = []
+    describe = tables.UpdateTables.describe
+    monkeypatch.setattr(
+        tables.UpdateTables, "describe", lambda self, updates: described.append(1) or describe(self, updates)
+    )
+    optimizer = AdamW(parameters)
+    give_gradients(parameters, 0)
+    for _ in range(4):
+        optimizer.step()
+    assert len(optimizer._updated_by_step.tables._chunks.launches) == 1
+    # The first step makes the states.
+    assert len(described) == 2
+    give_gradients(parameters, 1)
+    optimizer.step()
+    parameters[3].grad = None
+    optimizer.step()
+    assert len(described) == 4
 
 
 @pytest.mark.parametrize("scale", [1e-3, 10.0])

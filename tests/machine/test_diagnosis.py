@@ -2,6 +2,7 @@
 
 import json
 import os
+import platform
 import sys
 from types import SimpleNamespace
 
@@ -187,3 +188,10 @@ def test_too_little_memory_and_disk(monkeypatch):
     assert (software.check_ram().verdict, shared.verdict, shared.found) == ("warn", "warn", "0.06 of 1024.00 GiB free")
     assert software.check_disk(".") == Check("disk, this folder", "100.0 GiB free")
     assert software.check_disk("/tmp").fix == "Free some, or use another folder: `export TMPDIR=/path/with/space`."
+
+
+def test_wsl_is_named(monkeypatch):
+    monkeypatch.setattr(platform, "release", lambda: "6.8.0-45-generic")
+    assert "WSL2" not in [check.name for check in software.check_host()]
+    monkeypatch.setattr(platform, "release", lambda: "5.15.153.1-microsoft-standard-WSL2")
+    assert software.check_host()[-1].name == "WSL2"

@@ -399,6 +399,13 @@ def test_models_of_users_are_checked_whole(trainings, mode):
     assert trainings.graphs == ["off", "on"]
 
 
+def test_optimizers_that_count_elsewhere_train_all_of_a_users_model(trainings, monkeypatch):
+    monkeypatch.setitem(OPTIMIZERS, "course", Optimizer(f"{__name__}.CountsElsewhere"))
+    _, wrong = check(num_layers=2, user=USER, optimizer="course", cuda_graph="on")
+    assert wrong is None
+    assert [size.num_layers for (size,) in trainings.describe("size")] == [2, 2, 2, 2]
+
+
 @pytest.mark.parametrize(("settings", "resets"), [({"compile": "model"}, 1), ({}, 0)], ids=str)
 def test_what_was_compiled_without_dropout_is_compiled_again(trainings, monkeypatch, settings, resets):
     calls = []

@@ -241,6 +241,16 @@ def path(tmp_path):
     return tmp_path / "r.jsonl.gz"
 
 
+def test_other_programs_read_what_is_written_and_the_other_way_round(path):
+    write(path, RUN, *CELLS[:2])
+    plain = path.with_suffix("")
+    write(plain, RUN, *CELLS[:2])
+    assert gzip.decompress(path.read_bytes()) == plain.read_bytes()
+    path.write_bytes(gzip.compress(plain.read_bytes()))
+    write(path, CELLS[2])
+    assert read_results(path).cells == tuple(CELLS)
+
+
 def test_a_file_cut_anywhere_in_its_last_record_loses_only_that_and_is_appended_to(path):
     write(path, RUN, CELLS[0])
     before = path.stat().st_size

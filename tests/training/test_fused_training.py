@@ -14,7 +14,7 @@ from cs336sys.kernels.fuse import KERNELS, fused_kernels
 from cs336sys.parity import step
 from cs336sys.settings.parallel import ParallelWorkload
 from cs336sys.settings.profiling import MemoryWorkload, ProfileWorkload
-from cs336sys.settings.sizes import ModelSize
+from cs336sys.settings.sizes import ModelSize, choose_size
 from cs336sys.settings.training import FUSED_KERNELS, Workload
 from cs336sys.training.memory_prediction import predicted_timeline, timeline_peaks
 from cs336sys.training.model import ATTENTION_FUNCTIONS, build_compared_model, plainly_trained
@@ -67,6 +67,18 @@ def test_a_wrong_forward_pass_is_wrong_where_its_loss_is_as_good_as_any(monkeypa
     put_in_place_of_flash(monkeypatch, lambda query, *args, **named: torch.ones_like(query) * query.mean())
     _, wrong = step.check_training(cell, DEVICE, silent)
     assert wrong.status == "wrong"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("compile", ["off", "block"])
+def test_gpu_attention_in_training_is_right(precision, compile):
+    settings = {"kernels": "reference", "optimizer": "course", "attention": "flash"}
+    size = replace(choose_size("small"), context=1024)
+    cell = workload(size, precision=precision, compile=compile, **settings)
+    checked, wrong = step.check_training(cell, DEVICE, silent)
+    assert wrong is None, wrong
+    assert checked.off.relative < {"fp32": 3e-4, "bf16": 3e-2}[precision], checked
 
 
 @pytest.mark.parametrize(

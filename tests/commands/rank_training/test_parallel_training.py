@@ -19,7 +19,7 @@ from cs336sys.commands.rank_training import measure as measurement
 from cs336sys.commands.rank_training.communication import _communication_timeline
 from cs336sys.commands.rank_training.measure import kept_ranks, measure_parallel_training, slowest, trace_path
 from cs336sys.commands.rank_training.rank import RankMeasurement, verify_on_rank
-from cs336sys.errors import CapabilityError
+from cs336sys.errors import CapabilityError, UsageError
 from cs336sys.parallel.ranks import launch
 from cs336sys.parallel.ranks.spawned import RankError
 from cs336sys.parity.rounding import TOLERANCES
@@ -427,3 +427,18 @@ def test_a_rank_that_dies_between_replays_ends_the_run():
     with pytest.raises(RankError) as caught:
         launch.run(training_ranks.killed_between_replays, cell, world_size=2, backend="nccl", timeout_s=3600)
     assert caught.value.rank == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"strategy": "ring"}, "unknown strategy 'ring': choose from naive, flat, overlap, bucketed, torch"),
+        ({"strategy": "bucketed"}, "--bucket-mb: strategy 'bucketed' needs one"),
+        ({"strategy": "fsdp"}, "--prefetch: strategy 'fsdp' needs one"),
+        ({"training": Workload(SIZE, mode="forward")}, "mode 'forward': ranks that share a batch can only train"),
+    ],
+)
+def test_workloads_that_no_command_asks_for_are_refused(settings, sentence):
+    """Those that a command may ask for are in test_refusals.py."""
+    with pytest.raises(UsageError, match=sentence):
+        ParallelWorkload(**{"training": Workload(SIZE, device="cpu"), "strategy": "naive"} | settings)

@@ -272,6 +272,18 @@ def test_few_programs_share_keys_and_one_launch_behind_that_which_prepares_them(
         assert (settings.precomputes_delta, len(settings.passes)) == (True, 1), (num_sequences, length)
 
 
+@pytest.mark.parametrize("head_dim", [16, 32, 64, 128])
+def test_few_tiles_of_keys_are_shared_until_every_multiprocessor_has_work(head_dim):
+    """A tile of keys for each program would leave some idle; more splits than tiles of queries would have none."""
+    for num_sequences, length in ((1, 64), (1, 2048), (1, 8192), (4, 1024)):
+        problem = problem_on_h200(num_sequences, length, head_dim, dtype=torch.float32)
+        settings = backward_settings(problem, False)
+        tile = settings.passes[0].tile
+        query_tiles, key_tiles = -(-length // tile.query_rows), num_sequences * -(-length // tile.key_rows)
+        assert 1 <= settings.num_splits <= query_tiles
+        assert settings.num_splits * key_tiles >= min(problem.num_multiprocessors, query_tiles * key_tiles)
+
+
 @pytest.mark.gpu
 @CAUSAL
 @pytest.mark.parametrize("head_dim", [64, 128])
