@@ -100,6 +100,11 @@ def test_module_on_meta_device_goes_to_device_of_process_group():
     shared, state = TensorParallel(plain, initialize=initialize), model(seed=2).state_dict()
     shared.load_full_state_dict(state)
     assert_same(shared.full_state_dict(), dict(state))
+    with torch.device("meta"):
+        plain = BasicsTransformerLM(**SIZES)
+    plain.layers[0].ffn.__class__ = Normalized
+    error = error_of(lambda: TensorParallel(plain, initialize=initialize))
+    assert error is None if shared.group.size() == 1 else error[1].startswith("layers.0.ffn computes something")
 
 
 @on_ranks(2, 4)
