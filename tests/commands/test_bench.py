@@ -48,7 +48,8 @@ def test_sweep_reports_every_cell_and_ends_well(tmp_path, kept_workers):
     assert all(row["step_ms_mean"] is None for row in rows[2:]), "a cell out of memory has no number"
     # The model's training state is 16 bytes a parameter, 0.05 GiB; a process that has imported torch holds 0.2 or more.
     before_gib = [cell.derived["resident_before_gib"] for cell in read_results(path).cells[:2]]
-    assert all(row["peak_resident_gib"] > before + 0.02 for row, before in zip(rows[:2], before_gib, strict=True))
+    assert rows[0]["peak_resident_gib"] > before_gib[0] + 0.02
+    assert rows[1]["peak_resident_gib"] >= before_gib[1]  # Its worker has trained: the allocator may keep that memory.
     assert all(0.1 < before < 4 for before in before_gib)
     (note,) = [note for note in found["bench"]["notes"] if note.startswith("peak resident: ")]
     held = " to ".join(sorted({f"{gib:.2f}" for gib in before_gib}))
