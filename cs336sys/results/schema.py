@@ -27,11 +27,9 @@ def results_schema() -> dict[str, Any]:
     scalar = {"anyOf": [{"type": json_type} for json_type in ("string", "number", "boolean", "null")]}
     line = {"schema_version": {"const": SCHEMA_VERSION}}
     run = {"run_id": text, "time": text, "arguments": _array(text), "machine": anything, "environment": anything}
-    cell = {
-        **{"command": text, "configuration": anything, "status": {"enum": list(get_args(Status))}},
-        **{"samples": _mapping({"$ref": "#/$defs/samples"}), "derived": anything},
-        **{"reason": {"anyOf": [text, {"type": "null"}]}, "run_id": text},
-    }
+    cell: dict[str, Any] = {"command": text, "configuration": anything, "status": {"enum": list(get_args(Status))}}
+    cell |= {"samples": _mapping({"$ref": "#/$defs/samples"}), "derived": anything}
+    cell |= {"reason": {"anyOf": [text, {"type": "null"}]}, "run_id": text}
     table = _object(name=text, title=text, rows=_array(_mapping(scalar)), notes=_array(text))
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",

@@ -118,7 +118,7 @@ def attention(
 
 @dataclass(frozen=True)
 class PlacementOptions:
-    """How a step is cut and shared, and what it runs on."""
+    """Options for the cut of a step, who shares it, and what it runs on."""
 
     checkpoint: Annotated[
         str,

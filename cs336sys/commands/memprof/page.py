@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CategoryStyle:
-    """How a category is filled, to be told apart also without colors."""
+    """The fill of a category, to be told apart also without colors."""
 
     color: str
     hatch: str = ""  # Of ``/``, ``\``, ``-``, ``|`` and ``.``, as matplotlib's.

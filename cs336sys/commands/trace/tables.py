@@ -1,4 +1,4 @@
-"""What ``trace`` says of a capture: its verdict in two or three sentences, and the tables of each GPU.
+"""The verdict of ``trace`` on a capture, in two or three sentences, and the tables of each GPU.
 
 The verdict: how much of a step is computing, what the rest waits for, what to try next. Columns: ``docs/columns.md``.
 """

@@ -299,8 +299,7 @@ def fsdp_commands(target: Target) -> list[Command]:
 
 
 # The defaults of `account xxl` and `account parallel`, where the handout gives no number.
-_TOKENS, _LAYER_TOKENS = 4 * 512, 131_072
-_DEVICES = 8
+_TOKENS, _LAYER_TOKENS, _DEVICES = 4 * 512, 131_072, 8
 # All parallel problems are computed for this layer: one of 2.7b on H200s.
 _WIDTHS = SIZES["2.7b"].d_model, SIZES["2.7b"].d_ff
 _LAYER = Layer(_LAYER_TOKENS, *_WIDTHS, H200_FLOPS_PER_S, NVLINK_BYTES_PER_S, element_bytes=2)

@@ -1,4 +1,4 @@
-"""How long steps and attention take: ``benchmarking_script``, mixed precision, ``torch_compile``, FlashAttention."""
+"""Durations of steps and attention: ``benchmarking_script``, mixed precision, ``torch_compile``, FlashAttention."""
 
 from typing import Any
 
