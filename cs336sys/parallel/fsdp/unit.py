@@ -375,7 +375,7 @@ class ShardedUnit:
             else:
                 setattr(module, attribute, after)
         self._shown = shown
-        for parameter in self.parameters:
+        for parameter in self.parameters if replaced is not None else ():
             if any(tensor is replaced for tensor in (parameter.shard, parameter.full, parameter.stand_in)):
                 raise UsageError(
                     f"{parameter.names[0]} is no longer the parameter that was wrapped (assigned, or given to "
