@@ -7,15 +7,10 @@ from typing import Annotated, Any
 
 import typer
 
+from cs336sys.command_line.options.operations import OPERATION_OPTIONS, OperationOptions
 from cs336sys.command_line.options.output import OutputOptions, SweepOptions
 from cs336sys.command_line.options.reading import choice, setting, writes_file
-from cs336sys.command_line.options.training import (
-    OPERATION_OPTIONS,
-    DryRunOption,
-    OperationOptions,
-    option_of,
-    setting_options,
-)
+from cs336sys.command_line.options.training import DryRunOption, option_of, setting_options
 from cs336sys.errors import CapabilityError, UsageError
 from cs336sys.machine.late_imports import why_no_triton
 from cs336sys.run.sweep import run_sweep, show_plan

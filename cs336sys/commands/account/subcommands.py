@@ -169,7 +169,7 @@ def step(
     output.check()
     sharing = strategy or ("bucketed" if world_size > 1 else None)  # Among ranks; as the option's default says.
     configurations = []
-    for size, dtype, settings in product(model.sizes(), precision.precisions(), implementation.implementations()):
+    for size, dtype, settings in product(model.sizes(), precision.precisions(), implementation.combinations(Workload)):
         training = Workload(size, "train", dtype or size.precision, **settings)  # None: the size's.
         checkpointing, accumulation = placement.checkpoint, placement.accumulation
         gradient_dtype = placement.gradient_dtype
