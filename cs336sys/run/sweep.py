@@ -1,4 +1,4 @@
-"""Runs the cells of a sweep one after another, keeps what was measured, and shows progress."""
+"""A sweep: its cells are run one after another, what was measured is kept, and progress is shown."""
 
 import contextlib
 import time

@@ -141,7 +141,7 @@ class Workload(Configured, StepChoices):
 
     @property
     def fused_kernels(self) -> tuple[str, ...]:
-        """The names of FUSED_KERNELS that the model has."""
+        """Return the names of FUSED_KERNELS that the model has."""
         return _KERNEL_SETS[self.kernels] if self.kernels in _KERNEL_SETS else tuple(self.kernels.split("+"))
 
     @property

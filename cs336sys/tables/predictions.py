@@ -1,4 +1,4 @@
-"""What accounting derives as tables: derived values (``docs/account.md``), and a predicted step as a row."""
+"""Tables of what accounting derives: values (``docs/account.md``), and a predicted step as a row."""
 
 from collections.abc import Sequence
 

@@ -80,7 +80,7 @@ def _count_cached(workload: Workload) -> StepCount:
 
 @contextlib.contextmanager
 def attention_kept() -> Iterator[None]:
-    """After this, all models of the process compute attention as before it, whatever was built in it."""
+    """Let all models of the process compute attention after this as before it, whatever was built in it."""
     # Both are patched with themselves: leaving the patches puts them back.
     torch_kept = mock.patch.object(F, "scaled_dot_product_attention", F.scaled_dot_product_attention)
     with attention_replaced(cs336_basics.model.scaled_dot_product_attention), torch_kept:
@@ -125,7 +125,7 @@ class _MarkedTensors:
 
 
 class AttentionCalls(TorchDispatchMode):
-    """Counts attention in a forward pass of real tensors: torch's, and that of batched products with a softmax between.
+    """Counts of attention in a forward pass of real tensors: torch's, and of batched products with a softmax between.
 
     Args:
         batch: the tensors that a mask may depend on.
@@ -155,7 +155,7 @@ class AttentionCalls(TorchDispatchMode):
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Within this, attention is counted."""
+        """Count attention within this context."""
         with user_models.watched_attention(self._attend), self:
             yield
 

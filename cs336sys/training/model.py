@@ -90,7 +90,7 @@ def _require_replaceable_attention() -> None:
 
 
 def attention_replaced(attention: Callable[..., Tensor]) -> AbstractContextManager[Any]:
-    """Within this, all models of the process compute attention by this function, of the model's signature."""
+    """Let all models of the process compute attention by this function, of the model's signature, within this."""
     return mock.patch.object(cs336_basics.model, "scaled_dot_product_attention", attention)
 
 

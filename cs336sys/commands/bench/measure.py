@@ -1,4 +1,4 @@
-"""Measures cells of ``bench``, one alone or several in turn: steps in graphs or of our kernels are checked first."""
+"""The cells of ``bench``, one alone or several in turn: steps in graphs or of our kernels are checked first."""
 
 import functools
 import gc

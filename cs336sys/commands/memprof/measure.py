@@ -1,4 +1,4 @@
-"""Measures one cell of ``memprof``: peaks, the timeline of a recorded step, a block's saved tensors, step time."""
+"""One cell of ``memprof``: peaks, the timeline of a recorded step, a block's saved tensors, step time."""
 
 import contextlib
 from collections.abc import Iterator, Sequence

@@ -1,4 +1,4 @@
-"""Measures one cell of ``ddp`` or ``shard``, or of ``shard --board``: checked first, then timed."""
+"""One cell of ``ddp`` or ``shard``, or of ``shard --board``: checked first, then timed."""
 
 import hashlib
 import math

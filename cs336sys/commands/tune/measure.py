@@ -1,4 +1,4 @@
-"""Measures one configuration of ``tune``, checked first; and the rates of a CPU, of which there are no saved cells."""
+"""One configuration of ``tune``, checked first; and the rates of a CPU, of which there are no saved cells."""
 
 import functools
 import statistics

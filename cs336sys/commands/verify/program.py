@@ -166,7 +166,7 @@ class ProgramRun:
 
     @property
     def inner_optimizer(self) -> Any:
-        """The optimizer that updates parameters, where others wrap it."""
+        """Return the optimizer that updates parameters, where others wrap it."""
         return optimizers.innermost(self.optimizer)
 
     @property

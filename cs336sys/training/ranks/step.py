@@ -123,7 +123,7 @@ class ParallelStep(TrainStep):
         return contextlib.nullcontext() if self._recorder is None else self._recorder.on_launch_stream()
 
     def capture(self, **settings: Any) -> None:
-        """As of :class:`TrainStep`. All ranks call it together: they communicate while they warm up.
+        """Capture as :class:`TrainStep` does. All ranks call it together: they communicate while they warm up.
 
         torch's ``fully_shard`` becomes one phase, ``step``: its backward pass waits for events of its forward pass, so
         that one graph must hold both (pytorch #171835).

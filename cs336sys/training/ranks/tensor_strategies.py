@@ -322,7 +322,7 @@ def torch_context(workload: ParallelWorkload, device: torch.device, optimizer: O
 
     @contextlib.contextmanager
     def around() -> Iterator[None]:
-        """Within this, torch's attention is that of the ring."""
+        """Let the ring compute torch's attention within this."""
         # context_parallel wants buffers to cut along the sequence. Inputs are cut already, so it gets an unused one.
         sequence = torch.empty(1, training.size.context, device=device)
         torch_attention = F.scaled_dot_product_attention
