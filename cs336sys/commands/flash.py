@@ -61,7 +61,7 @@ class FlashOptions(OperationOptions):
         shapes: dict[str, Any] = {}
         if self.grid is not None:
             for option in (*GRIDS[self.grid], "causal"):  # --grid itself may override the settings file's.
-                if _overrides(ctx, option, "grid"):
+                if _overrides_grid(ctx, option):
                     name = "--causal and --full" if option == "causal" else f"--{option.replace('_', '-')}"
                     raise UsageError(f"--grid {self.grid}: has shapes of its own; leave it out, or {name}")
             # Grids have the names of options, workloads those of fields.
@@ -90,11 +90,11 @@ class FlashOptions(OperationOptions):
 _SOURCES = ("DEFAULT", "DEFAULT_MAP", "ENVIRONMENT", "COMMANDLINE")
 
 
-def _overrides(context: typer.Context, option: str, other: str) -> bool:
-    """Return whether an option is given in the same place as another, or in one that overrides that."""
-    sources = [context.get_parameter_source(name) for name in (option, other)]
-    rank, other_rank = (0 if source is None else _SOURCES.index(source.name) for source in sources)
-    return rank > 0 and rank >= other_rank
+def _overrides_grid(context: typer.Context, option: str) -> bool:
+    """Return whether an option is given in the same place as ``--grid``, or in one that overrides that."""
+    sources = [context.get_parameter_source(name) for name in (option, "grid")]
+    rank, grid_rank = (0 if source is None else _SOURCES.index(source.name) for source in sources)
+    return rank > 0 and rank >= grid_rank
 
 
 def flash(

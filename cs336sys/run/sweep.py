@@ -30,7 +30,7 @@ from cs336sys.results.recording import command_line, record
 from cs336sys.run.progress import SweepProgress, showing_progress
 from cs336sys.settings.choices import import_named
 from cs336sys.settings.user_code import TO_FILE, named_object
-from cs336sys.tables.table import Table, sentences
+from cs336sys.tables.table import Table, sentences, with_rows
 
 if TYPE_CHECKING:
     from cs336sys.machine.system import Capacity
@@ -147,7 +147,6 @@ class Sweep:
         faults: list[OutputError | UsageError] = [*self.faults]
         if self.cells and self.is_reported_here:
             from cs336sys.tables.saved import tidy, with_origin
-            from cs336sys.tables.table import with_rows
 
             cells = pooled(self.cells)
             rows = with_origin(cells, self.runs)

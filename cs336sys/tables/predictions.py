@@ -49,7 +49,7 @@ def configuration_words(configuration: StepConfiguration) -> str:
         f"compile {training.compile}" if training.is_compiled else "",
         training.attention,
         f"{training.kernels} kernels" if training.fused_kernels else "",
-        training.optimizer + ("" if training.state_dtype == "fp32" else f" {training.state_dtype}"),
+        training.optimizer + ("" if training.keeps_fp32_state else f" {training.state_dtype}"),
         "graph" if training.cuda_graph == "on" else "",
         f"checkpoint {configuration.checkpointing}" if configuration.checkpointing != "none" else "",
         configuration.strategy,

@@ -265,7 +265,7 @@ def measuring_command(configuration: StepConfiguration) -> str:
     arguments += ["--vocab-size", size.vocab_size] if size.vocab_size != 10_000 else []  # The default.
     for name in ("precision", "compile", "attention", "kernels", "optimizer", "cuda_graph"):
         arguments += [f"--{name.replace('_', '-')}", getattr(training, name)]
-    arguments += ["--state-dtype", training.state_dtype] if training.state_dtype != "fp32" else []
+    arguments += [] if training.keeps_fp32_state else ["--state-dtype", training.state_dtype]
     arguments += ["--checkpoint", configuration.checkpointing] if configuration.checkpointing != "none" else []
     arguments += ["--gradient-dtype", "bf16"] if configuration.gradient_dtype == "bf16" else []
     arguments += ["--measure", 1] if is_tuned else []  # How many of its predicted best tune measures.

@@ -351,7 +351,7 @@ def _model_text(cell: Cell) -> str:
     size, parameters = workload.size, workload.parameters
     # No formula counts a user's model, and a cell that failed has not counted it.
     model = workload.user.model if parameters is None else f"{format_number(parameters, 'parameters')} parameters"
-    mode = [] if workload.mode == "train" else [workload.mode]
+    mode = [] if workload.is_default("mode") else [workload.mode]
     return ", ".join([f"{size.name}, {model}, batch {size.batch_size} x context {size.context}", *mode])
 
 

@@ -247,7 +247,7 @@ def trace_path(configuration: Mapping[str, Any]) -> Path | None:
         *(size.name, f"context{size.context}", f"batch{size.batch_size}"),
         *(training.precision, training.compile, training.attention, training.optimizer),
         "fused-kernels" if training.is_fused else "",
-        f"state-{training.state_dtype}" if training.state_dtype != "fp32" else "",
+        "" if training.keeps_fp32_state else f"state-{training.state_dtype}",
         "graph" if training.cuda_graph == "on" else "",
         *(f"world{workload.world_size}", f"gradients-{workload.gradient_dtype}", workload.strategy, bucket, ahead),
         "" if workload.checkpointing == "none" else f"checkpoint-{workload.checkpointing}",
