@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from cs336sys.allocations.without_values import WithoutValues
+from cs336sys.errors import summary_of
 from cs336sys.run.cells import Progress
 from cs336sys.settings.training import Workload
 from cs336sys.training import user_models
@@ -71,8 +72,7 @@ def _count_cached(workload: Workload) -> StepCount:
                     step.backward()
             count.flops = counter.get_total_flops()
     except Exception as error:
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        count.failure = f"{type(error).__name__}: {lines[0]}"
+        count.failure = summary_of(error)
     count.reads = Counter({line or "somewhere": times for line, times in valueless.guessed.items()})  # "": unknown.
     count.launches = valueless.launches
     return count
