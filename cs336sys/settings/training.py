@@ -203,6 +203,11 @@ class Workload(Configured, StepChoices):
         return not self.is_default("compile")
 
     @property
+    def uses_graphs(self) -> bool:
+        """Return whether phases are captured in CUDA graphs, and replayed from them."""
+        return self.cuda_graph == "on"
+
+    @property
     def is_ours(self) -> bool:
         """Return whether the model is ``BasicsTransformerLM``, of which formulas know everything."""
         return self.user.model is None

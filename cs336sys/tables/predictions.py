@@ -50,7 +50,7 @@ def configuration_words(configuration: StepConfiguration) -> str:
         training.attention,
         f"{training.kernels} kernels" if training.fused_kernels else "",
         training.optimizer + ("" if training.keeps_fp32_state else f" {training.state_dtype}"),
-        "graph" if training.cuda_graph == "on" else "",
+        "graph" if training.uses_graphs else "",
         f"checkpoint {configuration.checkpointing}" if configuration.checkpointing != "none" else "",
         configuration.strategy,
         "gradients bf16" if configuration.gradient_dtype == "bf16" else "",

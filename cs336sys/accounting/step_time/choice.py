@@ -40,7 +40,7 @@ def refusal(configuration: StepConfiguration) -> str | None:
     kept, has_ranks, layers = kept_blocks(checkpointing), configuration.world_size > 1, training.size.num_layers
     if kept is None:
         parse_checkpointing(checkpointing)  # Raises UsageError if there is no such strategy.
-    in_graph, is_fused = training.cuda_graph == "on", training.is_fused
+    in_graph, is_fused = training.uses_graphs, training.is_fused
     is_whole, accumulates = training.is_compiled_whole, configuration.accumulation > 1
     hides_layers = checkpointing in SUBLAYERS and (training.is_compiled or training.fused_kernels)
     checkpoints, keeps = checkpointing != "none", kept is not None  # keep=N: so many blocks keep gate and up.

@@ -92,7 +92,7 @@ def build_step(make: Callable[[], TrainStep], device: torch.device, progress: Pr
     if not step.workload.is_ours:
         flop_columns = import_module(COUNTING_MODULE).counted_columns(step, progress)
     reset_peak_memory(device)  # Building and counting may have taken more than a step.
-    if step.workload.cuda_graph == "on":
+    if step.workload.uses_graphs:
         progress("capturing")
         capture_started_s = time.perf_counter()
         step.capture()

@@ -248,7 +248,7 @@ def trace_path(configuration: Mapping[str, Any]) -> Path | None:
         *(training.precision, training.compile, training.attention, training.optimizer),
         "fused-kernels" if training.is_fused else "",
         "" if training.keeps_fp32_state else f"state-{training.state_dtype}",
-        "graph" if training.cuda_graph == "on" else "",
+        "graph" if training.uses_graphs else "",
         *(f"world{workload.world_size}", f"gradients-{workload.gradient_dtype}", workload.strategy, bucket, ahead),
         "" if workload.checkpointing == "none" else f"checkpoint-{workload.checkpointing}",
         # Of all that a sweep has added to the configuration, too, such as the round.
