@@ -138,7 +138,7 @@ class Results(Tables):
 
     @property
     def saved(self) -> model.Results:
-        """The cells as a results file holds them."""
+        """Return the cells as a results file holds them."""
         return model.Results({run.run_id: run for run in self.runs}, self.cells)
 
     def save(self, path: str | Path) -> None:

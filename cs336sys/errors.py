@@ -46,7 +46,7 @@ class OutputError(RuntimeError):
 
 
 class ReaderLeft(OutputError):
-    """Nobody reads standard output any more (``cs336sys ... | head -1``): the command ends without a word."""
+    """The end, without a word, of a command whose output nobody reads any more (``cs336sys ... | head -1``)."""
 
     exit_code = READER_LEFT
 
@@ -110,7 +110,7 @@ def nearest_name(value: str, names: Collection[str]) -> str | None:
 
 
 def did_you_mean(value: str, names: Collection[str]) -> str:
-    """``; did you mean bf16?``, or nothing if no name is near."""
+    """Return ``; did you mean bf16?``, or nothing if no name is near."""
     return f"; did you mean {nearest}?" if (nearest := nearest_name(value, names)) else ""
 
 

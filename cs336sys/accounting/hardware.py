@@ -80,7 +80,7 @@ def peak_tflops(gpu_name: str, precision: str, tf32: bool = False, clock_mhz: fl
 
     Args:
         gpu_name: as ``torch.cuda.get_device_name`` gives it.
-        precision: ``fp32``, ``bf16`` or ``fp16``, what matrix products compute in.
+        precision: ``fp32``, ``tf32``, ``bf16`` or ``fp16``, what matrix products compute in.
         tf32: whether fp32 matrix products may run in TF32 on the tensor cores; it changes no other precision.
         clock_mhz: of the multiprocessors; None is the datasheet's.
     """

@@ -14,7 +14,7 @@ Everything takes numbers or symbols (:mod:`cs336sys.accounting.derivation`), so 
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -24,8 +24,37 @@ from cs336sys.accounting.derivation import Derived, Number, maximum, number_of, 
 from cs336sys.accounting.sharding.partition import Mesh
 from cs336sys.errors import UsageError
 
-PARALLELISMS = ("dp", "fsdp", "tp", "fsdp-tp")
 PASSES = ("forward", "backward")
+
+
+@dataclass(frozen=True)
+class Parallelism:
+    """A way of spreading the layer, and the 2026 handout's problem about it."""
+
+    title: str  # Of its tables.
+    axes: Mapping[str, str]  # ``fsdp`` (dp's, too) and ``tp``, with the symbols of their numbers of devices.
+    source: str  # Of its formulas.
+    problem: str
+    parts: str  # Letters that ask for FLOPs, times, and most devices with axes that overlap or share the network.
+    passes: Sequence[str] = PASSES  # That the problem is about.
+    communicates: Sequence[str] = PASSES  # The passes that communicate.
+
+    @property
+    def has_two_axes(self) -> bool:
+        return len(self.axes) > 1
+
+
+_HANDOUT, _BACKWARD = "2026 handout, 8.", PASSES[1:]
+PARALLELISMS = {
+    "dp": Parallelism(
+        "Data parallel", {"fsdp": "N_DP"}, f"{_HANDOUT}2", "data_parallel_calcs", "abc", _BACKWARD, _BACKWARD
+    ),
+    "fsdp": Parallelism("Fully sharded data parallel", {"fsdp": "N_FSDP"}, f"{_HANDOUT}3", "fsdp_calcs", "abc"),
+    "tp": Parallelism("Tensor parallel", {"tp": "N_TP"}, f"{_HANDOUT}4", "tp_calcs", "bcd"),
+    "fsdp-tp": Parallelism(
+        "FSDP and TP on a mesh", {"fsdp": "N_FSDP", "tp": "N_TP"}, f"{_HANDOUT}5", "fsdp_tp_calcs", "abcd", PASSES[:1]
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -96,15 +125,13 @@ def communication_s(
         tp: devices of tp, and of the mesh's second axis.
         overlapped: whether the two axes of fsdp-tp communicate at the same time.
     """
-    if strategy == "dp":
-        # The gradients of all three matrices.
-        return 0 if which == "forward" else ring_all_reduce_s(layer.weight_bytes, fsdp, layer.bytes_per_s)
-    if strategy == "fsdp":
-        return _fsdp_comm_s(layer, which, fsdp)
-    if strategy == "tp":
-        return _tensor_parallel_comm_s(layer, tp)
-    axes = _fsdp_comm_s(layer, which, fsdp, tp), _tensor_parallel_comm_s(layer, tp, fsdp)
-    return maximum(*axes) if overlapped else sum(axes)
+    parallelism = PARALLELISMS[strategy]
+    if which not in parallelism.communicates:
+        return 0
+    # dp all-reduces gradients, in the time in which fsdp's backward pass gathers weights and reduce-scatters gradients.
+    along = {"fsdp": _fsdp_comm_s(layer, which, fsdp, tp), "tp": _tensor_parallel_comm_s(layer, tp, fsdp)}
+    times = [along[axis] for axis in parallelism.axes]
+    return maximum(*times) if overlapped else sum(times)
 
 
 def fsdp_reach(layer: Layer) -> Number:
@@ -147,15 +174,14 @@ def most_devices(strategy: str, layer: Layer, which: str, *, overlapped: bool = 
 
     Infinity for dp's forward pass, which does not communicate.
     """
+    parallelism = PARALLELISMS[strategy]
+    if which not in parallelism.communicates:
+        return math.inf
     b, t = fsdp_reach(layer), tp_reach(layer, which)
-    if strategy == "dp":
-        return math.inf if which == "forward" else 1 + b
-    if strategy == "fsdp":
-        return 1 + b
-    if strategy == "tp":
-        return 1 + t
-    fsdp, tp = largest_mesh_shared(b, t)
-    return (1 + b) * (1 + t) if overlapped else fsdp * tp  # Axes that overlap go to their own limits.
+    if parallelism.has_two_axes and not overlapped:
+        return math.prod(largest_mesh_shared(b, t))
+    most = {"fsdp": 1 + b, "tp": 1 + t}  # Axes that overlap go to their own limits.
+    return math.prod(most[axis] for axis in parallelism.axes)
 
 
 def best_split(layer: Layer, devices: float, which: str, *, overlapped: bool) -> tuple[float, float]:
@@ -176,27 +202,19 @@ def best_split(layer: Layer, devices: float, which: str, *, overlapped: bool) ->
     return fsdp, devices / fsdp
 
 
-def best_whole_mesh(layer: Layer, devices: int, which: str, *, overlapped: bool) -> Mesh:
-    """Return the fsdp-tp mesh of so many devices, in whole numbers, that communicates for the shortest time."""
+def fastest_mesh(layer: Layer, devices: int) -> Mesh:
+    """Return the fsdp-tp mesh of so many devices with the fastest forward pass, if its axes share the network."""
     meshes = [Mesh(fsdp=fsdp, tp=devices // fsdp) for fsdp in range(1, devices + 1) if devices % fsdp == 0]
 
     def seconds(mesh: Mesh) -> float:
-        return number_of(communication_s("fsdp-tp", layer, which, fsdp=mesh.fsdp, tp=mesh.tp, overlapped=overlapped))
+        return number_of(communication_s("fsdp-tp", layer, "forward", fsdp=mesh.fsdp, tp=mesh.tp, overlapped=False))
 
     return min(meshes, key=seconds)
 
 
-# The 2026 handout's problem about each strategy, with the parts that ask for FLOPs, communication times and the most
-# devices; of the mesh both for axes that overlap and for axes that share the network.
+# Parts of a problem, counted from 1.
 _FLOPS, _COMMUNICATION, _LIMIT, _SHARED_LIMIT = 1, 2, 3, 4
-_PROBLEMS = {
-    "dp": ("data_parallel_calcs", "(a)", "(b)", "(c)"),
-    "fsdp": ("fsdp_calcs", "(a)", "(b)", "(c)"),
-    "tp": ("tp_calcs", "(b)", "(c)", "(d)"),
-    "fsdp-tp": ("fsdp_tp_calcs", "(a)", "(b)", "(c)", "(d)"),
-}
 _SHORT = {"forward": "fwd", "backward": "bwd"}
-_SOURCES = {name: f"2026 handout, 8.{section}" for section, name in enumerate(PARALLELISMS, start=2)}
 
 # Problem tp_calcs (a). Every device i holds W1_i, W2_i (D, D_FF / N_TP) and W3_i (D_FF / N_TP, D).
 TP_BACKWARD = (
@@ -222,18 +240,14 @@ def parallelism_answers(strategy: str, layer: Layer, mesh: Mesh) -> list[Derived
     width, inner = symbol("D", layer.d_model), symbol("D_FF", layer.d_ff)
     rates = symbol("C", layer.flops_per_s), symbol("W", layer.bytes_per_s)
     named = Layer(symbol("B", layer.batch), width, inner, *rates, layer.element_bytes)
+    parallelism = PARALLELISMS[strategy]
     # An axis that a strategy does not use leaves no trace in its formulas.
-    axes = {
-        "dp": {"fsdp": symbol("N_DP", mesh.fsdp)},
-        "fsdp": {"fsdp": symbol("N_FSDP", mesh.fsdp)},
-        "tp": {"tp": symbol("N_TP", mesh.tp)},
-        "fsdp-tp": {"fsdp": symbol("N_FSDP", mesh.fsdp), "tp": symbol("N_TP", mesh.tp)},
-    }[strategy]
+    axes = {axis: symbol(name, getattr(mesh, axis)) for axis, name in parallelism.axes.items()}
     forward, backward = (
         [*_computing(strategy, named, axes, which), *_communication_row(strategy, named, axes, which)]
         for which in PASSES
     )
-    limits = _mesh_limits(named) if strategy == "fsdp-tp" else _limits(strategy, named)
+    limits = _mesh_limits(named) if parallelism.has_two_axes else _limits(strategy, named)
     return [*forward, *backward, *_step_row(strategy, forward, backward), *limits]
 
 
@@ -241,11 +255,9 @@ def _pass_row(
     strategy: str, which: str, unit: str, quantity: str, result: Number, name: str = "", part: int = 0, **details: str
 ) -> Derived:
     """Return a row about one pass, which answers this part of the strategy's problem; 0: it is a step on the way."""
-    # The handout asks for data parallelism's backward pass alone, and for the mesh's forward pass alone.
-    answers_problem = part and which != {"dp": "forward", "fsdp-tp": "backward"}.get(strategy)
-    problem = _PROBLEMS[strategy]  # Its name, and its parts.
-    question = f"{problem[0]} {problem[part]}" if answers_problem else ""
-    return Derived(f"{quantity}, {which}", result, unit, name, source=_SOURCES[strategy], question=question, **details)
+    record = PARALLELISMS[strategy]
+    question = f"{record.problem} ({record.parts[part - 1]})" if part and which in record.passes else ""
+    return Derived(f"{quantity}, {which}", result, unit, name, source=record.source, question=question, **details)
 
 
 def _computing(strategy: str, layer: Layer, axes: Mapping[str, Any], which: str) -> list[Derived]:
@@ -261,23 +273,22 @@ def _communication_row(strategy: str, layer: Layer, axes: Mapping[str, Any], whi
 
     ``axes`` are the devices of each axis, ``fsdp`` and ``tp`` as :func:`communication_s` takes them, as symbols.
     """
-    if (strategy, which) == ("dp", "forward"):
-        return []  # It does not communicate.
+    parallelism = PARALLELISMS[strategy]
+    if which not in parallelism.communicates:
+        return []
     row = partial(_pass_row, strategy, which, "s", part=_COMMUNICATION)
     name = f"K_{_SHORT[which]}"
-    weights_reason, sums_reason = (why(axis, strategy, which) for axis in ("along_fsdp", "along_tp"))
-    if strategy != "fsdp-tp":
-        seconds = communication_s(strategy, layer, which, **axes)
-        reason = sums_reason if strategy == "tp" else weights_reason
-        return [row("communication time", seconds, name, reason=reason)]
+    reasons = [why(f"along_{axis}", strategy, which) for axis in axes]
+    if not parallelism.has_two_axes:
+        return [row("communication time", communication_s(strategy, layer, which, **axes), name, reason=reasons[0])]
     seconds = _fsdp_comm_s(layer, which, **axes)
-    along_fsdp = row("communication time along FSDP", seconds, f"{name}_FSDP", reason=weights_reason)
+    along_fsdp = row("communication time along FSDP", seconds, f"{name}_FSDP", reason=reasons[0])
     seconds = _tensor_parallel_comm_s(layer, **axes)
-    along_tp = row("communication time along TP", seconds, f"{name}_TP", reason=sums_reason)
+    along_tp = row("communication time along TP", seconds, f"{name}_TP", reason=reasons[1])
     both = along_fsdp.as_symbol(), along_tp.as_symbol()
     overlapped = row("communication time, axes overlapped", maximum(*both), name, reason=why("overlapped_axes"))
     quantity = "communication time, axes sharing the network"
-    shared = row(quantity, sum(both), part=0, reason=why("shared_axes"))  # 0: no part asks for it.
+    shared = row(quantity, sum(both), part=0, reason=why("shared_axes"))
     return [along_fsdp, along_tp, overlapped, shared]
 
 
@@ -286,7 +297,7 @@ def _step_row(strategy: str, forward: list[Derived], backward: list[Derived]) ->
     names = "T_fwd", "K_fwd", "T_bwd", "K_bwd"
     # Of each pass computing and, where there is any, communication.
     passes = [[row.as_symbol() for row in rows if row.symbol in names] for rows in (forward, backward)]
-    row = partial(Derived, unit="s", source=_SOURCES[strategy])
+    row = partial(Derived, unit="s", source=PARALLELISMS[strategy].source)
     overlapped, in_turn = sum(maximum(*times) for times in passes), sum(time for times in passes for time in times)
     quantity = "both passes, communication overlapped with computing"
     return [
@@ -298,12 +309,12 @@ def _step_row(strategy: str, forward: list[Derived], backward: list[Derived]) ->
 def _limits(strategy: str, layer: Layer) -> list[Derived]:
     """Return, for each pass that communicates, the most devices before communication takes longer than computing."""
     quantity = "most devices before communication takes longer than computing"
-    name = {"dp": "N_DP", "fsdp": "N_FSDP", "tp": "N_TP"}[strategy]
+    parallelism = PARALLELISMS[strategy]
+    (name,) = parallelism.axes.values()
     row = partial(_pass_row, unit="devices", part=_LIMIT, quantity=quantity, name=name, relation="<=")
     return [
         row(strategy, which, result=most_devices(strategy, layer, which), reason=why(f"{strategy}_{which}_limit"))
-        for which in PASSES
-        if (strategy, which) != ("dp", "forward")
+        for which in parallelism.communicates
     ]
 
 

@@ -164,7 +164,7 @@ class CpuHistory(AllocationHistory):
 
 
 class FakeHistory(AllocationHistory, TorchDispatchMode):
-    """Follows the storages that operations return, under an active ``FakeTensorMode``: nothing is computed or held.
+    """History of the storages that operations return, under an active ``FakeTensorMode``: nothing is computed or held.
 
     It sees the results of operations, but not a kernel's own memory.
 

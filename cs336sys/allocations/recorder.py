@@ -26,7 +26,7 @@ from cs336sys.machine.late_imports import importing_no_compiler
 
 
 class ModuleStack:
-    """While it is entered, :attr:`current` is the name of the innermost module that runs, empty outside of all.
+    """A context in which :attr:`current` is the name of the innermost module that runs, empty outside of all.
 
     Frames would tell it, but reading their variables keeps these alive. A module not in ``names`` counts as its caller.
     """

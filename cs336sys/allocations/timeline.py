@@ -66,7 +66,7 @@ class Region:
 
 
 class Gradient(NamedTuple):
-    """At ``position`` the memory at ``address`` became the gradient of a parameter."""
+    """The gradient of a parameter, which the memory at ``address`` became at ``position``."""
 
     position: int
     address: int

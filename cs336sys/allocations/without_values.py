@@ -19,7 +19,7 @@ _ALLOCATIONS = os.path.dirname(__file__)
 
 
 class WithoutValues(TorchDispatchMode):
-    """Lets code go on with tensors that have no values, fake ones or those of the meta device.
+    """A mode in which code goes on with tensors that have no values, fake ones or those of the meta device.
 
     Values read from them are zero. Kernels of Triton are not launched: they would write to address 0, after which the
     process has no GPU. Their callers have allocated their results.
@@ -77,7 +77,7 @@ class WithoutValues(TorchDispatchMode):
 
 
 class DecisionsRead(TorchDispatchMode):
-    """Notes the truth values that are read from real tensors, by line."""
+    """The truth values that are read from real tensors, by line."""
 
     def __init__(self) -> None:
         super().__init__()

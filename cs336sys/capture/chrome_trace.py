@@ -1,4 +1,4 @@
-"""Reads the trace that torch.profiler exports: JSON in the Chrome Trace Event Format, plain or compressed."""
+"""A reader of the trace that torch.profiler exports: JSON in the Chrome Trace Event Format, plain or compressed."""
 
 import codecs
 import contextlib

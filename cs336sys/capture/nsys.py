@@ -1,4 +1,4 @@
-"""Runs Nsight Systems, and reads what ``nsys export --type sqlite`` writes."""
+"""Runs of Nsight Systems, and a reader of what ``nsys export --type sqlite`` writes."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""Opens a profiler's file, of whatever kind it is, and the files of several ranks."""
+"""Reading of a profiler's file, of whatever kind it is, and of the files of several ranks."""
 
 import codecs
 import re

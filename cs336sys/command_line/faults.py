@@ -75,7 +75,7 @@ def interruption_code(interrupt: KeyboardInterrupt) -> int:
 
 
 def end_like_ctrl_c_on_sigterm() -> None:
-    """From now on SIGTERM raises :class:`errors.Terminated` in this process, once: batch systems send several.
+    """Let SIGTERM raise :class:`errors.Terminated` in this process from now on, once: batch systems send several.
 
     It still ends ranks that torchrun started at once: torchrun sends it where another rank has failed, and a rank that
     waits for that one in a collective would raise nothing.

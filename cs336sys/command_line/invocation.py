@@ -49,7 +49,7 @@ def keyword_of(parameter: Any) -> str:
 
 
 class RequestParser:
-    """Hands the values of a request to click, which expects a parser of a command line."""
+    """A parser that hands the values of a request to click, which expects one of a command line."""
 
     _opt_prefixes: frozenset[str] = frozenset()  # click asks for it
 

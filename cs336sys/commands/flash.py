@@ -7,15 +7,10 @@ from typing import Annotated, Any
 
 import typer
 
+from cs336sys.command_line.options.operations import OPERATION_OPTIONS, OperationOptions
 from cs336sys.command_line.options.output import OutputOptions, SweepOptions
 from cs336sys.command_line.options.reading import choice, setting, writes_file
-from cs336sys.command_line.options.training import (
-    OPERATION_OPTIONS,
-    DryRunOption,
-    OperationOptions,
-    option_of,
-    setting_options,
-)
+from cs336sys.command_line.options.training import DryRunOption, option_of, setting_options
 from cs336sys.errors import CapabilityError, UsageError
 from cs336sys.machine.late_imports import why_no_triton
 from cs336sys.run.sweep import run_sweep, show_plan
@@ -66,7 +61,7 @@ class FlashOptions(OperationOptions):
         shapes: dict[str, Any] = {}
         if self.grid is not None:
             for option in (*GRIDS[self.grid], "causal"):  # --grid itself may override the settings file's.
-                if _overrides(ctx, option, "grid"):
+                if _overrides_grid(ctx, option):
                     name = "--causal and --full" if option == "causal" else f"--{option.replace('_', '-')}"
                     raise UsageError(f"--grid {self.grid}: has shapes of its own; leave it out, or {name}")
             # Grids have the names of options, workloads those of fields.
@@ -95,11 +90,11 @@ class FlashOptions(OperationOptions):
 _SOURCES = ("DEFAULT", "DEFAULT_MAP", "ENVIRONMENT", "COMMANDLINE")
 
 
-def _overrides(context: typer.Context, option: str, other: str) -> bool:
-    """Return whether an option is given in the same place as another, or in one that overrides that."""
-    sources = [context.get_parameter_source(name) for name in (option, other)]
-    rank, other_rank = (0 if source is None else _SOURCES.index(source.name) for source in sources)
-    return rank > 0 and rank >= other_rank
+def _overrides_grid(context: typer.Context, option: str) -> bool:
+    """Return whether an option is given in the same place as ``--grid``, or in one that overrides that."""
+    sources = [context.get_parameter_source(name) for name in (option, "grid")]
+    rank, grid_rank = (0 if source is None else _SOURCES.index(source.name) for source in sources)
+    return rank > 0 and rank >= grid_rank
 
 
 def flash(

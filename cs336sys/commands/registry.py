@@ -71,12 +71,12 @@ class Invocation:
 
     @property
     def run(self) -> Run | None:
-        """The last run, whose machine a title may name; None where runs had several machines."""
+        """Return the last run, whose machine a title may name; None where runs had several machines."""
         return self.runs[-1] if self.runs and all(run.machine == self.runs[-1].machine for run in self.runs) else None
 
     @property
     def name(self) -> str:
-        """A name that differs from those of other invocations of the command."""
+        """Return a name that differs from those of other invocations of the command."""
         return f"run {self.runs[-1].run_id[:8]} of {self.runs[-1].time}" if self.runs else "a run not recorded"
 
 

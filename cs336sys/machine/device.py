@@ -147,7 +147,7 @@ def nvml_reader(uuid: str) -> ReadGpu | None:
 
 
 class GpuReadings:
-    """Reads a GPU again and again while its context lasts, and once at its end.
+    """Readings of a GPU, again and again while their context lasts, and once at its end.
 
     Args:
         read: returns a reading; None: nothing is read.

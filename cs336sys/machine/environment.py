@@ -1,4 +1,4 @@
-"""Describes the machine and the settings that a measurement was taken with."""
+"""The machine and the settings that a measurement was taken with."""
 
 import contextlib
 import hashlib

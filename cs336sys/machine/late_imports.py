@@ -51,7 +51,7 @@ def importing_no_compiler(disabled: Function) -> Function:
 
 
 class TritonFinder:
-    """Turns whatever an import of Triton raises into an ImportError, the only error that torch handles."""
+    """A finder that turns whatever importing Triton raises into an ImportError, the only error that torch handles."""
 
     @staticmethod
     def find_spec(name: str, path: Any = None, target: object = None) -> ModuleSpec | None:

@@ -181,7 +181,7 @@ def capacity(device: str) -> Capacity | None:
 
 
 def gpu_capacity(device: str) -> Capacity | None:
-    """As :func:`capacity`, but None where there is no visible GPU, or ``device`` is the CPU."""
+    """Return :func:`capacity`, but None where there is no visible GPU, or ``device`` is the CPU."""
     gpus = [] if device == "cpu" else visible_gpus(read_gpus())
     if not gpus or gpus[0].memory_total_gib is None:
         return None

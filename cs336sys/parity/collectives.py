@@ -75,7 +75,7 @@ def group_of_collective(arguments: Mapping[str, Any]) -> dist.ProcessGroup:
 
 
 class CollectiveMode(DispatchMode):
-    """Calls :meth:`before` and :meth:`after` around collectives in torch's dispatcher, its DDP's C++ reducer's, too."""
+    """A mode that calls :meth:`before` and :meth:`after` around collectives in torch's dispatcher, also of DDP."""
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:

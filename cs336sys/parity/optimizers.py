@@ -1,11 +1,11 @@
-"""The optimizer that somebody's ranks step by, built again in one process from its class and settings."""
+"""The optimizer that somebody's ranks step by: its class and settings, from which one process builds it again."""
 
 import contextlib
 import inspect
 import os
 import sys
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
@@ -20,6 +20,9 @@ from cs336sys.processes import started_outside
 # An optimizer's arguments that describe its rank, with their values in one process; and names of its process group.
 _RANK_ARGUMENTS: dict[str, Any] = {"rank": 0, "local_rank": 0, "world_size": 1, "num_ranks": 1}
 GROUP_NAMES = ("group", "process_group", "pg")
+
+# Settings of optimizers that change no number, or that the class itself does not take.
+_IGNORED_SETTINGS = ("initial_lr", "foreach", "fused", "capturable", "differentiable", "flat")
 
 ADAMW_SETTINGS: dict[str, Any] = {"eps": OPTIMIZER_SETTINGS["eps"], "weight_decay": 0.01}
 
@@ -92,6 +95,8 @@ class OptimizerSpec:
 
     optimizer_class: type[torch.optim.Optimizer]  # Of parameters that have no ``settings``.
     settings: Mapping[str, tuple[type[torch.optim.Optimizer], Mapping[str, Any]]]
+    shapes: Mapping[str, torch.Size] = field(default_factory=dict)  # Of what it updates on a rank.
+    empty_groups: Sequence[Mapping[str, Any]] = ()  # Settings of its groups without parameters on a rank.
 
     def build(self, parameters: Mapping[str, torch.nn.Parameter]) -> Any:
         """Build it in one process, with an optimizer for each class and a group for each of its settings.
@@ -107,6 +112,54 @@ class OptimizerSpec:
             groups.setdefault(frozenset(settings.items()), []).append(parameter)
         optimizers = [_build(optimizer_class, groups) for optimizer_class, groups in groups_of_class.items()]
         return optimizers[0] if len(optimizers) == 1 else Together(optimizers)
+
+
+def read_spec(optimizer: Any, parameters: Mapping[str, Tensor]) -> OptimizerSpec | None:
+    """Read an :func:`innermost` optimizer's class and settings by the model's parameters; None for any but torch's."""
+    parts = optimizer.optimizers if isinstance(optimizer, Together) else [optimizer]
+    if not all(isinstance(part, torch.optim.Optimizer) for part in parts):
+        return None
+    # Ours shards an optimizer of any class.
+    pairs = [
+        (part._optimizer_cls if is_ours(part) else type(part), group) for part in parts for group in part.param_groups
+    ]
+    has_one_group = sum(bool(group["params"]) for _, group in pairs) == 1
+    settings: dict[str, Any] = {}
+    shapes: dict[str, torch.Size] = {}
+    empty_groups = []
+    for optimizer_class, group in pairs:
+        group_settings = {
+            key: value
+            for key, value in group.items()
+            if isinstance(value, int | float | tuple | None) and key not in _IGNORED_SETTINGS  # Not "params".
+        }
+        if not group["params"]:
+            empty_groups.append(group_settings)
+        for updated in group["params"]:
+            for name in _names_of_updated(updated, parameters):
+                settings[name] = optimizer_class, group_settings
+                shapes[name] = updated.shape
+        if group["params"] and not settings and has_one_group:
+            # No parameter is or shares memory with one of its only group: it updates copies, so those of all.
+            settings = dict.fromkeys(parameters, (optimizer_class, group_settings))
+    return OptimizerSpec(pairs[0][0], settings, shapes, empty_groups)  # The first class: for parameters in no group.
+
+
+def _names_of_updated(updated: Tensor, parameters: Mapping[str, Tensor]) -> list[str]:
+    """Name the model's parameters that a tensor of the optimizer is, or of which it is a slice by its memory."""
+    if names := [name for name, parameter in parameters.items() if parameter is updated]:
+        return names
+    if hasattr(updated, "to_local"):
+        return []  # A DTensor has no address.
+    start, end = _address_range(updated)
+    local = {name: parameter for name, parameter in parameters.items() if not hasattr(parameter, "to_local")}
+    spans = {name: _address_range(parameter) for name, parameter in local.items()}
+    return [name for name, (first, last) in spans.items() if start < end and first < end and start < last]
+
+
+def _address_range(tensor: Tensor) -> tuple[int, int]:
+    """Return the addresses of the tensor's first byte and of the one after its last."""
+    return tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.element_size()
 
 
 def _build(optimizer_class: Any, groups: Mapping[frozenset[tuple[str, Any]], list[torch.nn.Parameter]]) -> Any:

@@ -45,8 +45,6 @@ class RankReport:
 
     record: Record  # As far as it came, where the rank failed.
     optimizer: OptimizerSpec | None = None  # The wrap's, to be built in one process.
-    optimizer_shapes: dict[str, torch.Size] = field(default_factory=dict)  # Of its parameters, by their names.
-    empty_groups: tuple[dict[str, Any], ...] = ()  # Settings of its groups without parameters.
     hides_optimizer: bool = False  # Whether it has an optimizer that cannot be built in one process.
     owned: tuple[str, ...] = ()  # Parameters that the optimizer updates on this rank.
     unmatched: tuple[str, ...] = ()  # Parameters of the wrapped module that have no name in the plain one.

@@ -1,4 +1,4 @@
-"""How much rounding may do to weights, gradients and losses, in each precision and on ranks."""
+"""Limits of what rounding may do to weights, gradients and losses, in each precision and on ranks."""
 
 import math
 from collections.abc import Sequence

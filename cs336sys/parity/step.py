@@ -106,7 +106,7 @@ class _StepCheck:
 
     def run(self) -> tuple[Checked, Outcome | None]:
         """Check launched steps against plain ones, and replays against launched ones; an outcome says what is wrong."""
-        workload, launched, has_graphs = self.workload, self.launched, self.workload.cuda_graph == "on"
+        workload, launched, has_graphs = self.workload, self.launched, self.workload.uses_graphs
         if has_graphs:
             import_module(CUDA_GRAPHS_MODULE).require_graphs(self.device)
         kernels_off = weights = None  # How far kernels are off, and what launched steps trained, for _check_replays().

@@ -30,7 +30,7 @@ def run_steps(
         begin: called before each step, with its number from 1.
         before_update: called in the first step before its last phase, which updates parameters.
     """
-    if step.workload.cuda_graph == "on":
+    if step.workload.uses_graphs:
         assert step.warmup_of_capture == warmup, "the weights could not be compared"
         step.capture()
     else:

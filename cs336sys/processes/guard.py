@@ -1,4 +1,4 @@
-"""Runs a program, and kills all that it has started, at any depth, when it ends.
+"""A guard that runs a program, and kills all that this has started, at any depth, when it ends.
 
 The program is killed when its owner writes to a pipe or dies, which closes the pipe. The guard is run by its path: it
 needs nothing but the standard library, without the rest of which Python starts in a fraction of the time::

@@ -1,4 +1,4 @@
-"""Did it get faster? Pair the cells of two sides that have one configuration, and compare their raw samples."""
+"""Two sides compared: their cells of one configuration are paired, and raw samples tell whether one is faster."""
 
 import math
 from collections import Counter

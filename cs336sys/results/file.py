@@ -54,7 +54,7 @@ def _refusing_faults(path: Path) -> Iterator[None]:
 
 
 class ResultsFile:
-    """Appends runs and cells to a JSON-lines file, which no other process may do meanwhile.
+    """A JSON-lines file to which this process appends runs and cells, and no other may meanwhile.
 
     Where its name ends in ``.gz``, each record is compressed on its own (:mod:`cs336sys.results.foreign`). If
     somebody removes, replaces or rewrites the file meanwhile, the records that it lacks are appended again.

@@ -1,4 +1,4 @@
-"""Measures the cells of a sweep in a worker process, so that no cell can end the sweep or keep memory from the next.
+"""The worker process that measures the cells of a sweep, so that none can end the sweep or keep memory from the next.
 
 The worker imports torch, its parent need not. It is replaced after a cell that ran out of memory, crashed or timed out,
 and after one that could not be captured in a CUDA graph, because parts of torch may still be capturing.
@@ -186,7 +186,7 @@ class Worker:
 
 
 class WorkerHere:
-    """Stands in for :class:`Worker` where cells need objects that this process alone has: it measures them itself.
+    """A stand-in for :class:`Worker` where cells need objects that this process alone has: it measures them itself.
 
     Errors of a cell come back as outcomes, too, but nothing ends a cell that takes too long, and one that kills its
     process kills this one.

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from cs336sys.command_line.faults import say
 from cs336sys.results.model import Cell, distinguishing_settings
+from cs336sys.tables.numbers import format_duration
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -100,8 +101,6 @@ class _Lines(SweepProgress):
         number = self._done + 1
 
         def tell() -> None:
-            from cs336sys.tables.numbers import format_duration
-
             with self._timer_lock:
                 if timer is not self._timer:
                     return  # The cell has ended.
@@ -114,8 +113,6 @@ class _Lines(SweepProgress):
         timer.start()
 
     def cell_done(self, cell: Cell, took_s: float | None) -> None:
-        from cs336sys.tables.numbers import format_duration
-
         self.close()
         self._done += 1
         settings = ", ".join(f"{name} {cell.configuration.get(name)}" for name in self._settings)

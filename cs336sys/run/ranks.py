@@ -90,7 +90,7 @@ class ParallelTraining(options.OptionGroup):
 
 
 class JoinedWorker:
-    """Stands in for :class:`cs336sys.run.cells.Worker` where this process is itself one of the ranks."""
+    """A stand-in for :class:`cs336sys.run.cells.Worker` where this process is itself one of the ranks."""
 
     def __init__(
         self, measure: str, arguments: tuple[str, ...], identity: RankIdentity, cells: Collection[dict[str, Any]] = ()

@@ -1,4 +1,4 @@
-"""Runs the cells of a sweep one after another, keeps what was measured, and shows progress."""
+"""A sweep: its cells are run one after another, what was measured is kept, and progress is shown."""
 
 import contextlib
 import time
@@ -30,12 +30,11 @@ from cs336sys.results.recording import command_line, record
 from cs336sys.run.progress import SweepProgress, showing_progress
 from cs336sys.settings.choices import import_named
 from cs336sys.settings.user_code import TO_FILE, named_object
-from cs336sys.tables.table import sentences
+from cs336sys.tables.table import Table, sentences, with_rows
 
 if TYPE_CHECKING:
     from cs336sys.machine.system import Capacity
     from cs336sys.run.cells import Outcome
-    from cs336sys.tables.table import Table
 
 # A resumed sweep measures these again; every other status would come out the same.
 _WORTH_RETRYING = ("error", "timeout")
@@ -132,7 +131,7 @@ class Sweep:
 
     def report(
         self,
-        tables: Callable[[Sequence[Cell], Run | None], Sequence["Table"]],
+        tables: Callable[[Sequence[Cell], Run | None], Sequence[Table]],
         output: OutputOptions,
         *pictures: tuple[Path | None, Callable[[Sequence[Cell], Path], None]],
         pooled: Callable[[Sequence[Cell]], Sequence[Cell]] = lambda cells: cells,
@@ -148,7 +147,6 @@ class Sweep:
         faults: list[OutputError | UsageError] = [*self.faults]
         if self.cells and self.is_reported_here:
             from cs336sys.tables.saved import tidy, with_origin
-            from cs336sys.tables.table import with_rows
 
             cells = pooled(self.cells)
             rows = with_origin(cells, self.runs)
@@ -415,7 +413,7 @@ def in_rounds(configurations: Sequence[dict[str, Any]], rounds: int) -> list[dic
 
 def show_plan(
     command: str,
-    plan_table: Callable[["Capacity | None"], "Table"],
+    plan_table: Callable[["Capacity | None"], Table],
     options: SweepOptions,
     output: OutputOptions,
     device: str,

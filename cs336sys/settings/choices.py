@@ -14,7 +14,7 @@ def import_named(name: str) -> Any:
 
 @dataclass(frozen=True)
 class Mode:
-    """How much of a step runs: its phases, in order."""
+    """The part of a step that runs: its phases, in order."""
 
     phases: tuple[str, ...]
     has_backward: bool = True
@@ -94,7 +94,7 @@ class StateDtype:
 
 @dataclass(frozen=True)
 class Compile:
-    """What torch.compile compiles besides the loss: each block, or the whole model."""
+    """The parts that torch.compile compiles besides the loss: each block, or the whole model."""
 
     blocks: bool = False
     whole: bool = False
@@ -138,7 +138,7 @@ WARM_UP_STEPS_OF_TORCH_DDP = 11
 
 
 class StepChoices:
-    """What the settings of a step mean, for workloads and descriptions of steps that have them as fields."""
+    """The meaning of a step's settings, for workloads and descriptions of steps that have them as fields."""
 
     mode: str
     precision: str
@@ -180,7 +180,7 @@ class StepChoices:
 
     @property
     def moment_bytes(self) -> int:
-        """Bytes of both moments of a parameter."""
+        """Return the bytes of both moments of a parameter."""
         return STATE_DTYPES[self.state_dtype].moment_bytes
 
     @property

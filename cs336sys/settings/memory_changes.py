@@ -45,7 +45,7 @@ def possible_changes(workload: MemoryWorkload) -> list[SettingChange]:
     on_gpu = training.device != "cpu"
     has_moments = training.updates_parameters and training.optimizer in OPTIMIZERS
     changes: list[SettingChange] = []
-    if training.updates_parameters and training.update == "step" and training.cuda_graph == "off":  # Else refused.
+    if training.updates_parameters and training.is_default("update") and not training.uses_graphs:  # Else refused.
         changes += _micro_batches(workload)
     if training.is_ours and training.keeps_scores:
         changes.append(_SDPA)

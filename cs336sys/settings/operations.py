@@ -210,5 +210,5 @@ class KernelWorkload(Configured):
 
     @property
     def tensor_bytes(self) -> int:
-        """Bytes of a tensor of tokens x width elements."""
+        """Return the bytes of a tensor of tokens x width elements."""
         return self.elements * ELEMENT_BYTES[self.dtype]

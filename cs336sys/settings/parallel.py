@@ -293,7 +293,7 @@ class ParallelWorkload(Configured, HasStrategy):
     @property
     def has_half_weights(self) -> bool:
         """Return whether slices of weights and of gradients are in half precision between steps, in fsdp alone."""
-        is_in_bf16 = self.training.precision == "bf16" and self.training.state_dtype != "fp32"
+        is_in_bf16 = self.training.precision == "bf16" and not self.training.keeps_fp32_state
         return is_in_bf16 and self.strategy_record.keeps_gathered
 
     @property

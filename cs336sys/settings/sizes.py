@@ -45,22 +45,22 @@ class ModelSize(Configured):
 
     @property
     def stream(self) -> int:
-        """Elements of the residual stream: ``T d``."""
+        """Count the elements of the residual stream: ``T d``."""
         return self.tokens * self.d_model
 
     @property
     def inner(self) -> int:
-        """Elements of a feed-forward layer's inner tensors: ``T f``."""
+        """Count the elements of a feed-forward layer's inner tensors: ``T f``."""
         return self.tokens * self.d_ff
 
     @property
     def queries(self) -> int:
-        """Queries of a layer, of all heads."""
+        """Count the queries of a layer, of all heads."""
         return self.batch_size * self.num_heads * self.context
 
     @property
     def scores(self) -> int:
-        """Attention scores of a layer: ``BHSS``."""
+        """Count the attention scores of a layer: ``BHSS``."""
         return self.queries * self.context
 
 

@@ -141,7 +141,7 @@ class Workload(Configured, StepChoices):
 
     @property
     def fused_kernels(self) -> tuple[str, ...]:
-        """The names of FUSED_KERNELS that the model has."""
+        """Return the names of FUSED_KERNELS that the model has."""
         return _KERNEL_SETS[self.kernels] if self.kernels in _KERNEL_SETS else tuple(self.kernels.split("+"))
 
     @property
@@ -201,6 +201,11 @@ class Workload(Configured, StepChoices):
     def is_compiled(self) -> bool:
         """Return whether torch.compile compiles the model, or its blocks."""
         return not self.is_default("compile")
+
+    @property
+    def uses_graphs(self) -> bool:
+        """Return whether phases are captured in CUDA graphs, and replayed from them."""
+        return self.cuda_graph == "on"
 
     @property
     def is_ours(self) -> bool:

@@ -1,4 +1,4 @@
-"""What accounting derives as tables: derived values (``docs/account.md``), and a predicted step as a row."""
+"""Tables of what accounting derives: values (``docs/account.md``), and a predicted step as a row."""
 
 from collections.abc import Sequence
 
@@ -49,8 +49,8 @@ def configuration_words(configuration: StepConfiguration) -> str:
         f"compile {training.compile}" if training.is_compiled else "",
         training.attention,
         f"{training.kernels} kernels" if training.fused_kernels else "",
-        training.optimizer + ("" if training.state_dtype == "fp32" else f" {training.state_dtype}"),
-        "graph" if training.cuda_graph == "on" else "",
+        training.optimizer + ("" if training.keeps_fp32_state else f" {training.state_dtype}"),
+        "graph" if training.uses_graphs else "",
         f"checkpoint {configuration.checkpointing}" if configuration.checkpointing != "none" else "",
         configuration.strategy,
         "gradients bf16" if configuration.gradient_dtype == "bf16" else "",

@@ -112,7 +112,7 @@ class ChangingInputs(Protocol):
 
     @property
     def given(self) -> Sequence[Tensor]:
-        """Inputs of the kernel, in the same memory at every call."""
+        """Return the inputs of the kernel, in the same memory at every call."""
 
     def draw_new_inputs(self) -> Callable[[], None]:
         """Choose new values for a part, and return a function that writes all inputs to ``given``."""

@@ -50,7 +50,7 @@ Mark = torch.cuda.Event | float  # A moment on the GPU, or by the CPU clock in s
 
 
 class StepTimer:
-    """Runs a step again and again, each time the given phases in order, and times every one of them.
+    """A timer that runs the phases of a step in order, again and again, and times every one of them.
 
     On CUDA a phase lasts from the end of the phase before it (of the first one: of earlier work) to the end of its last
     kernel. Where the GPU waits for launches, this is the time in which the CPU launches it: compare with

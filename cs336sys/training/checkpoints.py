@@ -84,7 +84,7 @@ class MemoryStep(TrainStep):
             all_around: entered once, around all of them.
         """
         with contextlib.ExitStack() as outer:
-            if self.workload.cuda_graph == "off":
+            if not self.workload.uses_graphs:
                 outer.enter_context(all_around)
                 for name, phase in self._all_passes():
                     with around(name):

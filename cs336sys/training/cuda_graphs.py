@@ -57,7 +57,7 @@ class CudaRecorder:
 
     @contextlib.contextmanager
     def on_launch_stream(self) -> Iterator[None]:
-        """Within this context, launch work where it will be captured; the caller's stream waits for it."""
+        """Launch work within this context where it will be captured; the caller's stream waits for it."""
         self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
         with torch.cuda.stream(self.stream):
             yield

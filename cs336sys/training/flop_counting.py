@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from cs336sys.allocations.without_values import WithoutValues
+from cs336sys.errors import summary_of
 from cs336sys.run.cells import Progress
 from cs336sys.settings.training import Workload
 from cs336sys.training import user_models
@@ -71,8 +72,7 @@ def _count_cached(workload: Workload) -> StepCount:
                     step.backward()
             count.flops = counter.get_total_flops()
     except Exception as error:
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        count.failure = f"{type(error).__name__}: {lines[0]}"
+        count.failure = summary_of(error)
     count.reads = Counter({line or "somewhere": times for line, times in valueless.guessed.items()})  # "": unknown.
     count.launches = valueless.launches
     return count
@@ -80,7 +80,7 @@ def _count_cached(workload: Workload) -> StepCount:
 
 @contextlib.contextmanager
 def attention_kept() -> Iterator[None]:
-    """After this, all models of the process compute attention as before it, whatever was built in it."""
+    """Let all models of the process compute attention after this as before it, whatever was built in it."""
     # Both are patched with themselves: leaving the patches puts them back.
     torch_kept = mock.patch.object(F, "scaled_dot_product_attention", F.scaled_dot_product_attention)
     with attention_replaced(cs336_basics.model.scaled_dot_product_attention), torch_kept:
@@ -125,7 +125,7 @@ class _MarkedTensors:
 
 
 class AttentionCalls(TorchDispatchMode):
-    """Counts attention in a forward pass of real tensors: torch's, and that of batched products with a softmax between.
+    """Counts of attention in a forward pass of real tensors: torch's, and of batched products with a softmax between.
 
     Args:
         batch: the tensors that a mask may depend on.
@@ -155,7 +155,7 @@ class AttentionCalls(TorchDispatchMode):
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Within this, attention is counted."""
+        """Count attention within this context."""
         with user_models.watched_attention(self._attend), self:
             yield
 

@@ -29,7 +29,6 @@ from cs336sys.training import user_models
 from cs336sys.training.checkpoints import MemoryStep
 from cs336sys.training.model import ATTENTION_FUNCTIONS
 from cs336sys.training.step import with_notes
-from cs336sys.training.user_models import telling_user_errors
 
 
 @dataclass(frozen=True)
@@ -228,7 +227,7 @@ def predicted_timeline(
         return _traced_timeline(workload, follow_operations, progress)
     logger = logging.getLogger("torch._subclasses.fake_tensor")  # torch logs on standard error what it raises, too.
     try:
-        with mock.patch.object(logger, "disabled", True), telling_user_errors(training):
+        with mock.patch.object(logger, "disabled", True), user_models.telling_user_errors(training):
             return _traced_timeline(workload, follow_operations, progress)
     except UserCodeError as error:
         raise CapabilityError(
@@ -249,7 +248,7 @@ def _decisions(workload: MemoryWorkload, device: torch.device) -> dict[str, bool
     for size in user_models.tiny_sizes(training.size):
         tiny = replace(training, size=replace(size, batch_size=sequences), device=device.type)
         try:
-            with telling_user_errors(training), user_models.copied_code(), torch.random.fork_rng():
+            with user_models.telling_user_errors(training), user_models.copied_code(), torch.random.fork_rng():
                 step = MemoryStep(replace(workload, training=tiny, micro_batches=1), device)
                 with DecisionsRead() as recorder:
                     step.forward()

@@ -90,7 +90,7 @@ def _require_replaceable_attention() -> None:
 
 
 def attention_replaced(attention: Callable[..., Tensor]) -> AbstractContextManager[Any]:
-    """Within this, all models of the process compute attention by this function, of the model's signature."""
+    """Let all models of the process compute attention by this function, of the model's signature, within this."""
     return mock.patch.object(cs336_basics.model, "scaled_dot_product_attention", attention)
 
 
@@ -300,7 +300,7 @@ def choose_optimizer(workload: Workload) -> tuple[type[torch.optim.Optimizer], d
         return import_named(record.name), {"state_dtype": workload.state_dtype}
     optimizer_class, settings = import_named(record.name), record.settings
     parameters = inspect.signature(optimizer_class).parameters
-    if workload.cuda_graph == "on" and "capturable" in parameters:
+    if workload.uses_graphs and "capturable" in parameters:
         settings = {**settings, "capturable": True}
     if "lr" in parameters and parameters["lr"].default is inspect.Parameter.empty:
         settings = {**settings, "lr": _LEARNING_RATE}  # A cs336_basics of the user's need not have a default.

@@ -28,7 +28,7 @@ _FREE = ("empty", "empty_like", "empty_strided", "new_empty", "detach", "_unsafe
 
 
 class OperationCount(TorchDispatchMode):
-    """Adds up operations while it is entered.
+    """A sum of the operations that run while it is entered.
 
     Attributes:
         products: rows, columns and inner dimension of each product; a batch of products counts as one with its rows.

@@ -55,7 +55,7 @@ Marks = NvtxMarks | RecordFunctionMarks  # The ways in which ranges reach a prof
 
 @contextlib.contextmanager
 def phase(name: str, marks: Marks, wait_for: torch.device | None = None) -> Iterator[None]:
-    """Within this, a range for all threads; :mod:`cs336sys.capture.range_names` names the phases of a step.
+    """Open a range for all threads; :mod:`cs336sys.capture.range_names` names the phases of a step.
 
     Args:
         wait_for: a device; the range of a whole step ends when it has done everything. The phases within a step do not
@@ -72,7 +72,7 @@ def phase(name: str, marks: Marks, wait_for: torch.device | None = None) -> Iter
 
 @contextlib.contextmanager
 def annotated_model(blocks: Sequence[nn.Module], marks: Marks, *, attention: bool = True) -> Iterator[None]:
-    """Within this ``with``, calls of the model show its blocks and the parts of its attention.
+    """Let calls of the model within this ``with`` show its blocks and the parts of its attention.
 
     Ranges: ``block 3`` around the fourth block, ``block 3 backward`` from the gradient of its output to
     that of its input, and on the forward pass those of :mod:`cs336sys.capture.range_names`: ``ATTENTION_RANGE`` and,

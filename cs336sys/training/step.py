@@ -165,7 +165,7 @@ class TrainStep:
             around, around_warmup, recorder: as of :class:`~cs336sys.training.cuda_graphs.GraphedStep`, which says what
                 it refuses.
         """
-        if self.workload.cuda_graph == "off":
+        if not self.workload.uses_graphs:
             return
         looks_at_gradients = self.optimizer is not None and self.scaler.is_enabled()
         if looks_at_gradients and not getattr(self.optimizer, "_step_supports_amp_scaling", False):
@@ -319,7 +319,7 @@ def training_warnings(loss: Tensor | float | None, workload: Workload) -> list[s
     warnings = []
     if not math.isfinite(last_loss):
         warnings.append(f"warning: {name}: the loss is {last_loss}: the measured steps train nothing")
-    if workload.attention_record.is_ours and (workload.is_compiled or workload.cuda_graph == "on"):
+    if workload.attention_record.is_ours and (workload.is_compiled or workload.uses_graphs):
         changed = "compiled" if workload.is_compiled else "captured"
         warnings += [
             f"warning: {name}: {changed}, it calls torch's attention, {reason}: not all of it is flash"

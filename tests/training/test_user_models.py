@@ -199,11 +199,11 @@ def test_mfu_over_100_percent_is_an_error_and_an_upper_bound_has_none(monkeypatc
     monkeypatch.setattr(step, "device", torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
     counted = {"flops": 10**12, "notes": [], "flops_are_upper_bound": False}
-    outcome = training_outcome(BuiltStep(step, counted, 0.0), samples, None, None, None, {})
+    outcome = training_outcome(BuiltStep(step, counted, 0.0), samples, None, {})
     assert outcome.status == "error"
     assert outcome.reason.startswith("MFU 1494768 %: more FLOPs are counted than the GPU can compute")
     counted["flops_are_upper_bound"] = True
-    outcome = training_outcome(BuiltStep(step, counted, 0.0), samples, None, None, None, {})
+    outcome = training_outcome(BuiltStep(step, counted, 0.0), samples, None, {})
     assert (outcome.status, outcome.derived["mfu_percent"]) == ("ok", None)
 
 

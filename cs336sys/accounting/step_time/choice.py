@@ -40,7 +40,7 @@ def refusal(configuration: StepConfiguration) -> str | None:
     kept, has_ranks, layers = kept_blocks(checkpointing), configuration.world_size > 1, training.size.num_layers
     if kept is None:
         parse_checkpointing(checkpointing)  # Raises UsageError if there is no such strategy.
-    in_graph, is_fused = training.cuda_graph == "on", training.is_fused
+    in_graph, is_fused = training.uses_graphs, training.is_fused
     is_whole, accumulates = training.is_compiled_whole, configuration.accumulation > 1
     hides_layers = checkpointing in SUBLAYERS and (training.is_compiled or training.fused_kernels)
     checkpoints, keeps = checkpointing != "none", kept is not None  # keep=N: so many blocks keep gate and up.
@@ -265,7 +265,7 @@ def measuring_command(configuration: StepConfiguration) -> str:
     arguments += ["--vocab-size", size.vocab_size] if size.vocab_size != 10_000 else []  # The default.
     for name in ("precision", "compile", "attention", "kernels", "optimizer", "cuda_graph"):
         arguments += [f"--{name.replace('_', '-')}", getattr(training, name)]
-    arguments += ["--state-dtype", training.state_dtype] if training.state_dtype != "fp32" else []
+    arguments += [] if training.keeps_fp32_state else ["--state-dtype", training.state_dtype]
     arguments += ["--checkpoint", configuration.checkpointing] if configuration.checkpointing != "none" else []
     arguments += ["--gradient-dtype", "bf16"] if configuration.gradient_dtype == "bf16" else []
     arguments += ["--measure", 1] if is_tuned else []  # How many of its predicted best tune measures.

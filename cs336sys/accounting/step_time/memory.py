@@ -75,7 +75,7 @@ def step_peak_bytes(configuration: StepConfiguration) -> float:
         moment_share = peak.optimizer_state / max(1, 8 * count_parameters(size))
         rounded_copies = 1.0 + 2 * min(1.0, moment_share)
     overhead_bytes = _WORKSPACES + rounded_copies * _rounding_of_parameters(size)
-    if training.cuda_graph == "on":
+    if training.uses_graphs:
         # Captures have a stream, with workspaces, and a pool of their own: logits and their gradient are in both.
         logits = training.tokens * size.vocab_size
         overhead_bytes += _WORKSPACES + 2 * ELEMENT_BYTES[training.precision] * logits

@@ -180,7 +180,7 @@ def predict_step(
     phases_s["backward"] += adding_s
     terms_s["fused_bytes"] += adding_s
     launch_s = rates.usual_launch_s if launch_s is None else launch_s
-    if training.cuda_graph == "on":
+    if training.uses_graphs:
         launch_s = 0.0
     hooks = _HOOK_LAUNCHES_PER_BLOCK.get(configuration.strategy or "", {})
     launches_s = {

@@ -4,18 +4,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import Annotated, ClassVar
 
 from cs336sys.command_line.faults import say
 from cs336sys.command_line.options.reading import among, choice, connects, setting, writes_file
 from cs336sys.errors import OutputError, UsageError
 from cs336sys.results.file import check_name
+from cs336sys.results.model import Cell
 from cs336sys.settings.fields import LONGEST_S, MEASURING, OUTPUT
-from cs336sys.tables.outputs import FORMAT_OF_ENDING, FORMATS, read_output
-
-if TYPE_CHECKING:
-    from cs336sys.results.model import Cell
-    from cs336sys.tables.table import Table
+from cs336sys.tables.outputs import FORMAT_OF_ENDING, FORMATS, check_plot, read_output
+from cs336sys.tables.table import Table, select_in_groups
 
 # Of :mod:`cs336sys.run.tracking`.
 TRACKERS = ("mlflow", "wandb")
@@ -44,27 +42,24 @@ class OutputOptions:
 
         ``plots`` are picture files by the names of their options, ``plot_buckets`` for ``--plot-buckets``.
         """
-        from cs336sys.tables.outputs import check_plot
         from cs336sys.tables.render import check_output
 
         check_output(self.output, self.format)
         for name, path in plots.items():
             check_plot(path, f"--{name.replace('_', '-')}")
 
-    def check_selection(self, command: str, tables: Callable[[Sequence["Cell"], None], Sequence["Table"]]) -> None:
+    def check_selection(self, command: str, tables: Callable[[Sequence[Cell], None], Sequence[Table]]) -> None:
         """Raise a UsageError before anything is measured if a command has no table or column of the chosen names."""
         from cs336sys.tables.saved import tidy
 
         if self.table or self.columns or self.sort:
             self.select([tidy(command, tables([], None))])  # Tables of no cells have all columns.
 
-    def select(self, groups: Sequence[Sequence["Table"]]) -> list[list["Table"]]:
+    def select(self, groups: Sequence[Sequence[Table]]) -> list[list[Table]]:
         """Select the tables and columns of these names, in their groups, or raise a UsageError where there are none."""
-        from cs336sys.tables.table import select_in_groups
-
         return select_in_groups(groups, self.table, self.columns, self.sort)
 
-    def write(self, tables: Sequence["Table"]) -> None:
+    def write(self, tables: Sequence[Table]) -> None:
         """Write all of these tables, or raise an OutputError."""
         from cs336sys.tables.render import emit
 
@@ -75,11 +70,11 @@ class OutputOptions:
         if format == "csv" and len(names) > 1 and not file.is_dir():
             say(f"note: csv holds the table {names[0]}; for {', '.join(names[1:])}: --table, or --output FOLDER/")
 
-    def emit(self, tables: Sequence["Table"]) -> None:
+    def emit(self, tables: Sequence[Table]) -> None:
         """Write the selected tables; a UsageError names an unknown table or column, and then nothing is written."""
         self.write(self.select([tables])[0])
 
-    def emit_measured(self, tables: Sequence["Table"]) -> list[UsageError | OutputError]:
+    def emit_measured(self, tables: Sequence[Table]) -> list[UsageError | OutputError]:
         """Write the selected tables, or all of them where a name is unknown, and return the errors.
 
         Some columns exist only once cells are measured, which must not be lost by an error in their names.

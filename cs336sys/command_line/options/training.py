@@ -1,4 +1,4 @@
-"""Options that commands share: of the model and its training, and of one operation that is timed by itself.
+"""Options that commands share: of the model and its training.
 
 A command has whole groups of them: each class below is a group, and a command's parameter of that class stands for all
 of its options (see :func:`cs336sys.command_line.options.reading.with_read_options`). Options of settings follow from
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
 
 from cs336sys.accounting.flops import count_parameters
 from cs336sys.command_line.options.reading import choice, name_or_code, one_of, read_function, runs_code, setting
-from cs336sys.errors import DEBUG_VARIABLE, UsageError, choose_from
+from cs336sys.errors import DEBUG_VARIABLE, UsageError
 from cs336sys.settings.course_package import course_package, set_aside_others
 from cs336sys.settings.fields import MEASURING, MODEL, WHAT_RUNS, Configured
 from cs336sys.settings.sizes import SIZES, ModelSize, choose_size
@@ -156,10 +156,6 @@ class PrecisionOptions(OptionGroup):
 class ImplementationOptions(OptionGroup):
     """Options for implementations of the same computation."""
 
-    def implementations(self) -> list[dict[str, Any]]:
-        """Return every combination, in the order of the lists, as settings of a workload."""
-        return Workload.combinations({name: getattr(self, name) for name in COMPARED_SETTINGS[1:]})
-
 
 @setting_options(Workload, *Workload.in_panel(MEASURING))
 class RunOptions(OptionGroup):
@@ -207,29 +203,3 @@ class UntimedTrainingOptions(RunOptions, ImplementationOptions, PrecisionOptions
 @setting_options(Workload, "warmup", "steps", rich_help_panel=MEASURING)
 class TrainingOptions(UntimedTrainingOptions):
     """Options for models that are trained here, and for the number of steps."""
-
-
-# The options that both commands have behind their own, in the order of help.
-OPERATION_OPTIONS = ("kernel", "dtype", "baseline", "warmup_ms", "repetition_ms", "plot", "device", "seed")
-
-
-class OperationOptions(OptionGroup):
-    """Options for implementations of the user's, and for the implementation that ratios are over."""
-
-    kernel: Annotated[
-        Sequence[str], runs_code(help="Also measure your function: FILE.py:NAME.", parser=read_function)
-    ] = ()
-    baseline: Annotated[str | None, setting(help="Base of speed-ups. Default: eager.")] = None
-
-    @property
-    def codes(self) -> dict[str, dict[str, str]]:
-        """Return the additional configuration of each of the user's implementations: the digest of its code."""
-        return {reference: {"code": digest([reference])} for reference in self.kernel}
-
-    @property
-    def checked_baseline(self) -> str:
-        """Return the base of ratios, eager by default; raise a UsageError for a ``--baseline`` that is not measured."""
-        measured = (*self.implementation, *self.kernel)
-        if self.baseline is not None and self.baseline not in measured:
-            raise UsageError(f"--baseline '{self.baseline}': is not measured: {choose_from(self.baseline, measured)}")
-        return self.baseline or "eager"

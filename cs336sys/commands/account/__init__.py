@@ -20,7 +20,7 @@ account = typer.Typer(
 
 @account.callback()
 def _account() -> None:
-    """Memory, FLOPs and communication on paper: every number with its formula, and with the question it answers.
+    """Derive memory, FLOPs and communication on paper: every number with its formula, and with the question it answers.
 
     cs336sys account memory --size xl --world-size 2 --strategy none,optimizer,fsdp
 

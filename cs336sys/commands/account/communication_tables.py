@@ -11,7 +11,7 @@ from cs336sys.accounting.communication import bucket_answers, bucketing_overhead
 from cs336sys.accounting.derivation import number_of
 from cs336sys.accounting.flops import count_parameters
 from cs336sys.accounting.memory import GIB
-from cs336sys.accounting.parallelism import PASSES, TP_BACKWARD, Layer, parallelism_answers
+from cs336sys.accounting.parallelism import PARALLELISMS, PASSES, TP_BACKWARD, Layer, parallelism_answers
 from cs336sys.accounting.scaling import SimulatedStep, Simulation
 from cs336sys.accounting.sharding.partition import Mesh
 from cs336sys.accounting.xxl import FeedForwardStack, TpuMesh, batch_answers, memory_answers
@@ -45,28 +45,19 @@ def bucket_tables(
     ]
 
 
-_TITLES = {
-    "dp": "Data parallel",
-    "fsdp": "Fully sharded data parallel",
-    "tp": "Tensor parallel",
-    "fsdp-tp": "FSDP and TP on a mesh",
-}
-
-
 def parallel_tables(strategies: Sequence[str], layer: Layer, devices: int, mesh: Mesh | None = None) -> list[Table]:
     """Return a table of answers for each strategy, and one that compares them; ``mesh`` replaces fsdp-tp's fastest."""
     tables, summary_rows = [], []
     for strategy in strategies:
-        if strategy == "fsdp-tp":
-            # Else the mesh with the fastest forward pass, if its axes take turns to use the network.
-            chosen = mesh or parallelism.best_whole_mesh(layer, devices, "forward", overlapped=False)
+        record = PARALLELISMS[strategy]
+        chosen, devices_text = Mesh(**dict.fromkeys(record.axes, devices)), str(devices)
+        if record.has_two_axes:
+            chosen = mesh or parallelism.fastest_mesh(layer, devices)
             devices_text = f"{chosen.fsdp} x {chosen.tp}"
-        else:
-            chosen, devices_text = Mesh(tp=devices) if strategy == "tp" else Mesh(fsdp=devices), str(devices)
         answers = parallelism_answers(strategy, layer, chosen)
         shape = f"B {layer.batch}, D {layer.d_model}, D_FF {layer.d_ff}, {devices_text} devices"
         notes = sentences(__name__, "parallel", element_bytes=layer.element_bytes)
-        tables.append(answers_table(strategy, f"{_TITLES[strategy]}: {shape}", answers, notes))
+        tables.append(answers_table(strategy, f"{record.title}: {shape}", answers, notes))
         if strategy == "tp":
             title = "tp_calcs (a): the backward pass of tensor parallelism, on device i, given dy"
             rows = [{"equation": equation, "shape": shape, "reason": why} for equation, shape, why in TP_BACKWARD]
@@ -146,16 +137,17 @@ def _curves(strategy: str, layer: Layer, which: str) -> dict[str, tuple[Callable
     """Return curves by name: the seconds that so many devices communicate, and at how many they compute as long."""
 
     def seconds(devices: float, overlapped: bool) -> float:
-        # For fsdp-tp, which is not among these, the split of the devices that communicates for the shortest time.
-        axes = {"dp": (devices, 1), "fsdp": (devices, 1), "tp": (1, devices)}
-        fsdp, tp = axes.get(strategy) or parallelism.best_split(layer, devices, which, overlapped=overlapped)
-        return number_of(parallelism.communication_s(strategy, layer, which, fsdp=fsdp, tp=tp, overlapped=overlapped))
+        # Two axes split the devices so that they communicate for the shortest time.
+        fsdp, tp = parallelism.best_split(layer, devices, which, overlapped=overlapped)
+        axes = {"fsdp": fsdp, "tp": tp} if record.has_two_axes else dict.fromkeys(record.axes, devices)
+        return number_of(parallelism.communication_s(strategy, layer, which, **axes, overlapped=overlapped))
 
-    if (strategy, which) == ("dp", "forward"):
-        return {}  # It does not communicate.
+    record = PARALLELISMS[strategy]
+    if which not in record.communicates:
+        return {}
     # By name, whether axes overlap; it makes no difference to a single axis.
     overlaps = {"axes overlapped": True, "axes sharing the network": False}
-    overlaps = overlaps if strategy == "fsdp-tp" else {"communication": True}
+    overlaps = overlaps if record.has_two_axes else {"communication": True}
     most_devices = partial(parallelism.most_devices, strategy, layer, which)
     return {
         name: (partial(seconds, overlapped=overlapped), number_of(most_devices(overlapped=overlapped)))

@@ -49,7 +49,7 @@ def memory(
     plot: Annotated[Path | None, writes_file(help="Also draw the peaks to this picture file.")] = None,
     output: OutputOptions = OutputOptions(),
 ) -> None:
-    """Memory of a rank by component, at the handout's three times and at its peak, for each way of sharing out state.
+    """Count the memory of a rank by component, at the handout's three times and its peak, for each sharing of state.
 
     cs336sys account memory --size xl,2.7b --world-size 2 --strategy none,optimizer,optimizer-flat,fsdp
 
@@ -74,7 +74,7 @@ def activations(
     attention: Annotated[str, choice(ATTENTION)] = "reference",
     output: OutputOptions = OutputOptions(),
 ) -> None:
-    """The largest tensors of a forward pass, what one block saves for backward, and the gradients it produces there.
+    """List the largest tensors of a forward pass, what one block saves for backward, and the gradients it makes there.
 
     cs336sys account activations --size 2.7b --context 128,512,2048
     """
@@ -85,7 +85,7 @@ def activations(
 
 
 def flops(model: options.SizeOptions = options.SizeOptions(["2.7b"]), output: OutputOptions = OutputOptions()) -> None:
-    """FLOPs of a forward pass by component, softmax against the products of attention, and what AdamW moves.
+    """Count FLOPs of a forward pass by component, softmax against the products of attention, and what AdamW moves.
 
     cs336sys account flops --size small,2.7b --context 1024
     """
@@ -105,7 +105,7 @@ def attention(
     capacity_gib: Annotated[float, setting(help="Memory of the GPU.", min=1e-3, max=1e6)] = 80.0,
     output: OutputOptions = OutputOptions(),
 ) -> None:
-    """Memory of attention alone over the handout's grid, its growth, and the smallest shape that does not fit.
+    """Count memory of attention alone over the handout's grid, its growth, and the smallest shape that does not fit.
 
     cs336sys account attention --capacity-gib 24 --causal
     """
@@ -169,7 +169,7 @@ def step(
     output.check()
     sharing = strategy or ("bucketed" if world_size > 1 else None)  # Among ranks; as the option's default says.
     configurations = []
-    for size, dtype, settings in product(model.sizes(), precision.precisions(), implementation.implementations()):
+    for size, dtype, settings in product(model.sizes(), precision.precisions(), implementation.combinations(Workload)):
         training = Workload(size, "train", dtype or size.precision, **settings)  # None: the size's.
         checkpointing, accumulation = placement.checkpoint, placement.accumulation
         gradient_dtype = placement.gradient_dtype
@@ -229,7 +229,7 @@ def parallel(
     plot: Annotated[Path | None, writes_file(help="Also draw the times over the devices to this picture file.")] = None,
     output: OutputOptions = OutputOptions(),
 ) -> None:
-    """FLOPs and communication of a feed-forward layer, and how many devices it takes to become communication-bound.
+    """Derive FLOPs and communication of a feed-forward layer, and how many devices make it communication-bound.
 
     cs336sys account parallel --strategy dp,fsdp --tokens 65536 --flops 4.6e14 --bandwidth 1.8e11
 
@@ -285,7 +285,7 @@ def xxl(
     devices: Annotated[int | None, setting(help="All devices: checks that X Y is that.")] = None,
     output: OutputOptions = OutputOptions(),
 ) -> None:
-    """Memory, sharding and batch of a stack of feed-forward layers too large for any device; the handout's XXL.
+    """Derive memory, sharding and batch of a stack of feed-forward layers too large for any device; the handout's XXL.
 
     cs336sys account xxl
 
@@ -339,7 +339,7 @@ def scaling(
     plot: Annotated[Path | None, writes_file(help="Also draw tokens/s and memory over the devices.")] = None,
     output: OutputOptions = OutputOptions(),
 ) -> None:
-    """The fastest mesh of ddp, fsdp and tp for 8 to 4096 devices: step, memory, what limits; a simulation.
+    """Simulate the fastest mesh of ddp, fsdp and tp for 8 to 4096 devices: step, memory, and what limits.
 
     cs336sys account scaling --size 10b --measured bench.jsonl.gz --measured allreduce.jsonl.gz --plot scaling.png
 

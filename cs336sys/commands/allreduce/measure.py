@@ -1,4 +1,4 @@
-"""Checks a collective on every rank, then times it back to back and call by call: the cells of ``allreduce``."""
+"""The cells of ``allreduce``: a collective is checked on every rank, then timed back to back and call by call."""
 
 import platform
 import time

@@ -1,4 +1,4 @@
-"""Measures cells of ``bench``, one alone or several in turn: steps in graphs or of our kernels are checked first."""
+"""The cells of ``bench``, one alone or several in turn: steps in graphs or of our kernels are checked first."""
 
 import functools
 import gc
@@ -48,16 +48,15 @@ def measure_training(configuration: dict[str, Any], progress: Progress) -> Outco
         built = build_step(functools.partial(TrainStep, workload, device), device, progress)
         with reading_gpu(device) as readings:
             samples = time_steps(built.step, built.step.phases, progress)
-        peak_gib = peak_memory_gib(device)
-        busy_ms = _profile_busy_ms(built.step, progress)
+        observed: dict[str, Any] = {"peak_gib": peak_memory_gib(device), "gpu_readings": readings.columns()}
+        observed["gpu_busy_ms"] = _profile_busy_ms(built.step, progress)
         measured_ms = samples["wall"].measured
         drawn_j = readings.drawn_j(sum(measured_ms) / 1e3)  # The measured steps come last, after the warm-up.
-        observed: dict[str, Any] = {"gpu_readings": readings.columns()}
         if drawn_j is not None:
             observed["step_energy_j"] = drawn_j / len(measured_ms)
         if resident_before_gib is not None:
             observed |= {"resident_before_gib": resident_before_gib, "peak_resident_gib": peak_resident_gib()}
-        return training_outcome(built, samples, checked, peak_gib, busy_ms, observed)
+        return training_outcome(built, samples, checked, observed)
 
 
 def _profile_busy_ms(step: TrainStep, progress: Progress) -> float | None:
@@ -92,7 +91,7 @@ def build_step(make: Callable[[], TrainStep], device: torch.device, progress: Pr
     if not step.workload.is_ours:
         flop_columns = import_module(COUNTING_MODULE).counted_columns(step, progress)
     reset_peak_memory(device)  # Building and counting may have taken more than a step.
-    if step.workload.cuda_graph == "on":
+    if step.workload.uses_graphs:
         progress("capturing")
         capture_started_s = time.perf_counter()
         step.capture()
@@ -101,14 +100,9 @@ def build_step(make: Callable[[], TrainStep], device: torch.device, progress: Pr
 
 
 def training_outcome(
-    built: BuiltStep,
-    samples: Mapping[str, Samples],
-    checked: Checked | None,
-    peak_gib: float | None,
-    busy_ms: float | None,
-    observed: Mapping[str, Any],
+    built: BuiltStep, samples: Mapping[str, Samples], checked: Checked | None, observed: Mapping[str, Any]
 ) -> Outcome:
-    """Report a measured step: samples, columns derived from them, and what was ``observed`` of clocks and memory."""
+    """Report a measured step: samples, columns derived from them, and those ``observed`` of memory and the GPU."""
     step, flop_columns = built.step, built.flop_columns
     workload, wall = step.workload, samples["wall"]
     gpu_peak_tflops = None
@@ -118,9 +112,7 @@ def training_outcome(
     derived = {
         **flop_columns,
         "first_step_s": built.build_s + (wall.warmup + wall.measured)[0] / 1e3,  # Without warm-up, a measured one.
-        "peak_gib": peak_gib,
         **workload.rates(samples["step"], gpu_peak_tflops, flop_columns.get("flops")),
-        "gpu_busy_ms": busy_ms,
         **observed,
     }
     if step.graphs is not None:
@@ -221,8 +213,8 @@ def _measure_in_turn(workloads: Mapping[str, Workload], progress: Progress) -> d
     for name, warm in warm_steps.items():
         use_attention(warm.built.step.workload)  # The process has that of the step that ran last.
         busy_ms = _profile_busy_ms(warm.built.step, functools.partial(_tell, progress, name))
-        samples, observed = warm.timer.samples(first.warmup), {"gpu_readings": readings.columns()}
-        outcomes[name] = training_outcome(warm.built, samples, warm.checked, warm.peak_gib, busy_ms, observed)
+        observed = {"peak_gib": warm.peak_gib, "gpu_busy_ms": busy_ms, "gpu_readings": readings.columns()}
+        outcomes[name] = training_outcome(warm.built, warm.timer.samples(first.warmup), warm.checked, observed)
     return outcomes
 
 

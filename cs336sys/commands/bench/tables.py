@@ -19,7 +19,6 @@ from cs336sys.tables.numbers import format_number
 from cs336sys.tables.outputs import Axes, new_axes, write_figure
 from cs336sys.tables.saved import SavedCommand, measured_cells
 from cs336sys.tables.table import Column, Table, named_columns, sentences
-from cs336sys.tables.titles import LAUNCH_BOUND_IDLE_PERCENT
 
 
 def median_clock(cell: Cell) -> float | None:
@@ -184,7 +183,7 @@ def _bench_row(cell: Cell, percentiles: Sequence[float]) -> dict[str, Any]:
     busy_ms = cell.derived["gpu_busy_ms"]
     if busy_ms is not None:
         idle_percent = 100 * (1 - busy_ms / step.median)
-        row["launch_bound"] = "yes" if idle_percent > LAUNCH_BOUND_IDLE_PERCENT else "no"
+        row["launch_bound"] = "yes" if idle_percent > titles.LAUNCH_BOUND_IDLE_PERCENT else "no"
     return row
 
 
@@ -351,7 +350,7 @@ def _model_text(cell: Cell) -> str:
     size, parameters = workload.size, workload.parameters
     # No formula counts a user's model, and a cell that failed has not counted it.
     model = workload.user.model if parameters is None else f"{format_number(parameters, 'parameters')} parameters"
-    mode = [] if workload.mode == "train" else [workload.mode]
+    mode = [] if workload.is_default("mode") else [workload.mode]
     return ", ".join([f"{size.name}, {model}, batch {size.batch_size} x context {size.context}", *mode])
 
 

@@ -8,7 +8,6 @@ from typing import Any
 from cs336sys.accounting import communication
 from cs336sys.accounting.memory import GIB, training_state
 from cs336sys.commands.rank_training import tables as of_steps
-from cs336sys.commands.rank_training.tables import scaling_picture, with_scaling
 from cs336sys.results.model import Cell, Run
 from cs336sys.settings.parallel import ParallelWorkload, bucket_name
 from cs336sys.tables import titles
@@ -175,7 +174,7 @@ def _ddp_pictures(cells: Sequence[Cell], run: Run | None, options: Presentation)
         pictures["timelines"] = partial(of_steps.plot_timelines, cells)
     if bucket_sweeps(cells):
         pictures["buckets"] = partial(plot_buckets, cells, option="--plot")
-    return {**pictures, **scaling_picture(cells)}
+    return {**pictures, **of_steps.scaling_picture(cells)}
 
 
-SAVED = SavedCommand(of_run(with_scaling(ddp_tables)), _ddp_pictures, pool_ddp_rounds)
+SAVED = SavedCommand(of_run(of_steps.with_scaling(ddp_tables)), _ddp_pictures, pool_ddp_rounds)

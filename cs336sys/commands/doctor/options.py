@@ -91,7 +91,7 @@ def ceilings_table(ceilings: Ceilings) -> Table:
     """Build the table of ``--ceilings``: what was measured, next to the datasheet."""
     rows = []
     for precision, tflops in ceilings.tflops.items():
-        peak = peak_tflops(ceilings.gpu, precision.replace("tf32", "fp32"), tf32=precision == "tf32")
+        peak = peak_tflops(ceilings.gpu, precision)
         rows.append({"what": f"product of matrices in {precision}", **_pair(tflops, peak), "unit": "TFLOP/s"})
     sheet = datasheet(ceilings.gpu)
     copy = _pair(ceilings.copy_gbps, None if sheet is None else sheet.memory_bytes_per_s / 1e9)

@@ -1,4 +1,4 @@
-"""Checks a user's model step by step, small and on the CPU, and says what each command can do with it."""
+"""A check of a user's model step by step, small and on the CPU, and of what each command can do with it."""
 
 import math
 import traceback

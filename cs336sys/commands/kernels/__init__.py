@@ -1,1 +1,1 @@
-"""Checks and times the fused kernels compared with other implementations: what there is, and how it is measured."""
+"""The fused kernels, checked and timed next to other implementations: what there is, and how it is measured."""

@@ -5,9 +5,10 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
+from cs336sys.command_line.options.operations import OPERATION_OPTIONS, OperationOptions
 from cs336sys.command_line.options.output import OutputOptions, SweepOptions
 from cs336sys.command_line.options.reading import choice, writes_file
-from cs336sys.command_line.options.training import OPERATION_OPTIONS, OperationOptions, setting_options
+from cs336sys.command_line.options.training import setting_options
 from cs336sys.errors import UsageError
 from cs336sys.run.sweep import run_sweep
 from cs336sys.settings.operations import KERNEL_IMPLEMENTATIONS, KERNELS, KernelWorkload

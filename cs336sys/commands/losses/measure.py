@@ -1,4 +1,4 @@
-"""Measures one cell of ``losses``: trains on text, and keeps the loss of every step."""
+"""One cell of ``losses``: training on text, with the loss of every step."""
 
 import contextlib
 import math

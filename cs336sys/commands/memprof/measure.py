@@ -1,4 +1,4 @@
-"""Measures one cell of ``memprof``: peaks, the timeline of a recorded step, a block's saved tensors, step time."""
+"""One cell of ``memprof``: peaks, the timeline of a recorded step, a block's saved tensors, step time."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -57,7 +57,7 @@ def measure_memory(configuration: dict[str, Any], progress: Progress) -> Outcome
         for number in range(training.warmup):
             progress(f"warm-up {number + 1}/{training.warmup}")
             step()
-        if training.cuda_graph == "on":
+        if training.uses_graphs:
             # Warm-up was launched on a stream that no capture uses: its cuBLAS workspaces are in no captured step.
             free_gpu_memory()
         counted = None

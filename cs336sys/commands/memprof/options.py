@@ -67,7 +67,7 @@ class SnapshotOptions:
 
 @options.setting_options(MemoryWorkload, "checkpointing", "micro_batches", "plan", "memory", "top", "snapshot", "trace")
 class RecordingOptions(options.OptionGroup):
-    """How a step saves memory, and what is recorded of it."""
+    """Options for how a step saves memory, and for what is recorded of it."""
 
     plan: Annotated[bool, setting("--plan", help="Find the cheapest changes that fit into --memory.")] = False
     memory: Annotated[str | None, setting(help="Memory limit for --plan: 80GiB.")] = None

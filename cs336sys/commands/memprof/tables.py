@@ -18,7 +18,6 @@ from cs336sys.tables import titles
 from cs336sys.tables.numbers import format_quantity
 from cs336sys.tables.saved import measured_cells
 from cs336sys.tables.table import Column, Table, fill_row, named_columns, with_rows
-from cs336sys.tables.titles import PEAK_COLUMNS
 
 
 def _recomputed_percent(workload: MemoryWorkload) -> float:
@@ -337,7 +336,7 @@ def _plan_table(cells: Sequence[Cell]) -> Table:
     columns = (
         *titles.SIZE_COLUMNS,
         *titles.plan_settings(trainings, MEMORY_SETTINGS),
-        *PEAK_COLUMNS,
+        *titles.PEAK_COLUMNS,
         *named_columns("traced_peak_gib", traced_phase="phase of the traced peak", status="status"),
     )
     rows = []
@@ -345,7 +344,7 @@ def _plan_table(cells: Sequence[Cell]) -> Table:
         row = cell.configuration | {"status": None if cell.status == "ok" else cell.status}
         row["parameters"] = cell.derived.get("parameters", workload.training.parameters)
         if workload.training.is_ours:
-            row |= fill_row(PEAK_COLUMNS, workload.peak)
+            row |= fill_row(titles.PEAK_COLUMNS, workload.peak)
         if cell.derived:
             row |= {"traced_peak_gib": cell.derived["peak_gib"], "traced_phase": cell.derived["peak_phase"]}
         rows.append(row)

@@ -145,9 +145,8 @@ def _annotated(step: TrainStep, marks: Marks) -> Iterator[Callable[[], None]]:
                 with phase(name, marks):
                     run_phase()
 
-    compiled = step.workload.compile
-    blocks = {} if compiled == "model" else blocks_of(step.workload, step.model)
-    with annotated_model(list(blocks.values()), marks, attention=compiled == "off"):
+    blocks = {} if step.workload.is_compiled_whole else blocks_of(step.workload, step.model)
+    with annotated_model(list(blocks.values()), marks, attention=not step.workload.is_compiled):
         yield run
 
 

@@ -1,4 +1,4 @@
-"""Measures one cell of ``ddp`` or ``shard``, or of ``shard --board``: checked first, then timed."""
+"""One cell of ``ddp`` or ``shard``, or of ``shard --board``: checked first, then timed."""
 
 import hashlib
 import math
@@ -247,8 +247,8 @@ def trace_path(configuration: Mapping[str, Any]) -> Path | None:
         *(size.name, f"context{size.context}", f"batch{size.batch_size}"),
         *(training.precision, training.compile, training.attention, training.optimizer),
         "fused-kernels" if training.is_fused else "",
-        f"state-{training.state_dtype}" if training.state_dtype != "fp32" else "",
-        "graph" if training.cuda_graph == "on" else "",
+        "" if training.keeps_fp32_state else f"state-{training.state_dtype}",
+        "graph" if training.uses_graphs else "",
         *(f"world{workload.world_size}", f"gradients-{workload.gradient_dtype}", workload.strategy, bucket, ahead),
         "" if workload.checkpointing == "none" else f"checkpoint-{workload.checkpointing}",
         # Of all that a sweep has added to the configuration, too, such as the round.

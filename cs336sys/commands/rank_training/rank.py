@@ -221,7 +221,7 @@ def measure_on_rank(workload: ParallelWorkload, trace: Path | None = None) -> Ra
         step, memory, communications = build_recorded(functools.partial(ParallelStep, workload, device), device)
     else:
         step = ParallelStep(workload, device)
-    if training.cuda_graph == "on" and communications is None:
+    if training.uses_graphs and communications is None:
         with step.on_launch_stream():  # A replay hands nothing to torch's dispatcher.
             step()  # torch's DDP makes its buckets anew after the first step.
             communications = _record_communication(step)

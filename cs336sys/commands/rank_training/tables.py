@@ -18,7 +18,6 @@ from cs336sys.tables.numbers import format_value
 from cs336sys.tables.outputs import Axes, new_axes, write_figure
 from cs336sys.tables.saved import Pictures, RunTableBuilder
 from cs336sys.tables.table import Column, Table, by_key, named_columns
-from cs336sys.tables.titles import RATE_COLUMNS, columns_of, shown_settings
 
 STEADIER = "more --steps, fewer ranks than cores"
 _PHASES = ("forward", "backward", "synchronize", "optimizer")
@@ -209,7 +208,7 @@ def _heading(cell: Cell, settings: dict[str, Any]) -> str:
 
 _ALONG = ("world_size", "mesh", "trace")  # Settings that differ along a curve, or that no step depends on.
 
-_SETTING_COLUMNS = columns_of(ParallelWorkload, *_ALONG, "batch_size", "mode") | by_key(
+_SETTING_COLUMNS = titles.columns_of(ParallelWorkload, *_ALONG, "batch_size", "mode") | by_key(
     Column("prefetch", "prefetch"), Column("bucket_mb", "bucket, MB")
 )
 
@@ -290,13 +289,13 @@ def scaling_tables(cells: Sequence[Cell]) -> list[Table]:
         for curve in curves
         for cell in curve.cells
     ]
-    settings = shown_settings([cell for curve in curves for cell in curve.cells], _SETTING_COLUMNS)
+    settings = titles.shown_settings([cell for curve in curves for cell in curve.cells], _SETTING_COLUMNS)
     columns = (
         *named_columns("scaling", "size"),
         *settings.values(),
         *named_columns("strategy", world_size="ranks", batch_size="batch"),
         *named_columns("step_ms", spread="samples"),
-        *RATE_COLUMNS,
+        *titles.RATE_COLUMNS,
         *named_columns(linear_percent="of linear", exposed_percent="exposed", spread="interval"),
         *named_columns("peak_gib", "predicted_peak_gib"),
     )
@@ -310,7 +309,7 @@ def scaling_tables(cells: Sequence[Cell]) -> list[Table]:
 def _rate_column(cells: Sequence[Cell]) -> Column:
     """Return the column of tokens per second, or of examples where all cells have these."""
     has_examples = [cell.derived.get("examples_per_s") is not None for cell in cells if cell.status == "ok"]
-    tokens, examples = RATE_COLUMNS
+    tokens, examples = titles.RATE_COLUMNS
     return examples if has_examples and all(has_examples) else tokens
 
 
@@ -329,7 +328,7 @@ def plot_scaling(cells: Sequence[Cell], path: Path, option: str = "--plot-scalin
     scalings = list(dict.fromkeys(curve.scaling for curve in curves)) or ["strong"]
     figure, axes = new_axes(width=12, height=0.6 + 3.4 * len(scalings), rows=len(scalings), columns=3)
     rate = _rate_column(cells).header
-    settings = shown_settings([curve.cells[-1] for curve in curves], _SETTING_COLUMNS)
+    settings = titles.shown_settings([curve.cells[-1] for curve in curves], _SETTING_COLUMNS)
     for row, scaling in zip(axes, scalings, strict=True):
         drawn = [curve for curve in curves if curve.scaling == scaling]
         for curve in drawn:

@@ -81,13 +81,13 @@ def verify_training(workload: ParallelWorkload) -> WeightDifference:
     training = workload.training.with_layers(workload.check_layers or workload.training.size.num_layers)
     workload = replace(workload, training=_with_fitting_layers(training, device))
     # A capture runs steps before, which train: the one process runs as many.
-    warmup = warmup_of_capture(workload) if workload.training.cuda_graph == "on" else 0
+    warmup = warmup_of_capture(workload) if workload.training.uses_graphs else 0
     reference = _reference(workload, device, warmup)
     gc.collect()  # The strategy needs the memory.
     training, trained, reason = workload.training, reference.trained, ""
     if not training.is_ours and not math.isfinite(trained.loss):
         reason = sentence(__package__, "no finite loss", model=training.user.model, loss=trained.loss)
-    elif trained.draws and (training.is_compiled or training.cuda_graph == "on"):
+    elif trained.draws and (training.is_compiled or training.uses_graphs):
         reason = sentence(__package__, "other draws", model=training.user.model)
     if reason:
         num_layers = training.size.num_layers
@@ -248,7 +248,7 @@ class _Comparison:
         self._gradients = TensorComparison({}, {}, {}, self._tolerance)  # Of none, unless they are compared.
         self._rows: dict[str, slice] = {}  # This rank's, of each gradient.
         compares_gradients = workload.strategy_record.leaves_mean_gradients
-        if compares_gradients and workload.training.cuda_graph == "on":
+        if compares_gradients and workload.training.uses_graphs:
             # Replays cannot be looked into, so gradients are compared in another training, of launched steps.
             self._train(replace(workload, training=replace(workload.training, cuda_graph="off")), compares=True)
             gc.collect()  # The next training needs the memory.

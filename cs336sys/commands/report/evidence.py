@@ -118,7 +118,7 @@ class Evidence:
     def find_each(
         self, command: str, preferred: Settings | None = None, /, **required: Collection[Any]
     ) -> list[Selection]:
-        """As :meth:`find`, with all cells of every invocation, so that cells of one can be compared with each other."""
+        """Find as :meth:`find`, with all cells of every invocation, so that cells of one can be compared."""
         # Cells of ``shard --board`` (the leaderboard's step) have other columns: only ``board=(True,)`` finds them.
         settings = {"board": (None, False), **required}
         selections = [Selection(invocation, cells) for invocation, cells in self.shown if invocation.command == command]

@@ -14,7 +14,6 @@ from cs336sys.accounting.sharding.cells import memory_of, predicted_rank_memory,
 from cs336sys.accounting.sharding.selective_checkpointing import kept_peak, kept_step
 from cs336sys.accounting.sharding.step import MOMENTS, RankMemory
 from cs336sys.commands.rank_training import tables as of_steps
-from cs336sys.commands.rank_training.tables import scaling_picture, with_scaling
 from cs336sys.results.model import Cell, Run, configuration_key
 from cs336sys.results.statistics import ratio
 from cs336sys.settings.parallel import ParallelWorkload
@@ -313,7 +312,7 @@ def _shard_pictures(cells: Sequence[Cell], run: Run | None, options: Presentatio
     memory = picture_of_measured("memory", plot_memory)(of_ranks, run, options)
     gathering = [cell for cell in measured_cells(of_ranks) if cell.derived.get("gathers")]
     timelines = {"timelines": partial(of_steps.plot_timelines, gathering)} if gathering else {}
-    return {**memory, **timelines, **scaling_picture(cells)}
+    return {**memory, **timelines, **of_steps.scaling_picture(cells)}
 
 
-SAVED = SavedCommand(of_run(with_scaling(sharding_tables)), _shard_pictures)
+SAVED = SavedCommand(of_run(of_steps.with_scaling(sharding_tables)), _shard_pictures)

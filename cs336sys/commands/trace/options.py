@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ReadingOptions:
-    """What captures are compared with, and what is shown of them."""
+    """Options for what captures are compared with, and for what is shown of them."""
 
     against: Annotated[
         Sequence[Path], reads_file(help="A later capture (or ranks, or a folder): show what changed.")

@@ -1,4 +1,4 @@
-"""Measures one configuration of ``tune``, checked first; and the rates of a CPU, of which there are no saved cells."""
+"""One configuration of ``tune``, checked first; and the rates of a CPU, of which there are no saved cells."""
 
 import functools
 import statistics
@@ -48,10 +48,10 @@ def measure_configuration(configuration: dict[str, Any], progress: Progress) -> 
             passes = functools.partial(_run_passes, step, chosen.accumulation)
             phases = {"passes": passes, "optimizer": step.phases["optimizer"]}
         samples = time_steps(step, phases, progress)
-        peak_gib = peak_memory_gib(device)
+        observed: dict[str, Any] = {"peak_gib": peak_memory_gib(device)}
         # A call of `step` runs one micro-batch.
-        busy_ms = gpu_busy_ms(step) if device.type == "cuda" and chosen.accumulation == 1 else None
-        outcome = training_outcome(built, samples, checked, peak_gib, busy_ms, observed={})
+        observed["gpu_busy_ms"] = gpu_busy_ms(step) if device.type == "cuda" and chosen.accumulation == 1 else None
+        outcome = training_outcome(built, samples, checked, observed)
         for name in ("tokens_per_s", "tflops", "mfu_percent"):  # Of a step with one micro-batch so far.
             if outcome.derived.get(name) is not None:
                 outcome.derived[name] *= chosen.accumulation

@@ -134,7 +134,7 @@ class SearchOptions:
             name: list(getattr(implementation, name)) for name in _SINGLE_SETTINGS if is_given(ctx, name)
         }
         if is_given(ctx, "optimizer") or is_given(ctx, "state_dtype"):
-            implementations = implementation.implementations()
+            implementations = implementation.combinations(Workload)
             fixed["optimizer"] = list(dict.fromkeys((way["optimizer"], way["state_dtype"]) for way in implementations))
         if is_given(ctx, "update"):
             raise UsageError("--update: tune updates in a step of its own; leave it out")

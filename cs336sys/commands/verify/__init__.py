@@ -1,1 +1,1 @@
-"""Is somebody's parallel training the same training as one process? Every case is run both ways and compared."""
+"""The check that parallel training is the same training as one process: every case is run both ways and compared."""

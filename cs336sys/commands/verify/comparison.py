@@ -271,7 +271,8 @@ def diagnose_groups(
     """Say which parameter has other settings of the optimizer than on one rank, None if none; and what is unknown."""
     spec, expected = merged_spec(reports), in_one_process.optimizer  # The latter is None where the wrap fails there.
     assert spec is not None  # Else the case does not apply.
-    seen_shapes = {name: shape for report in reports for name, shape in report.optimizer_shapes.items()}
+    specs = [report.optimizer for report in reports if report.optimizer is not None]
+    seen_shapes = {name: shape for rank_spec in specs for name, shape in rank_spec.shapes.items()}
     sliced = [name for name, shape in seen_shapes.items() if len(shape) < len(shapes[name])]
     not_compared = [
         sentence(__package__, "groups of slices", name=name, sees=seen_shapes[name], shape=shapes[name])
@@ -287,8 +288,8 @@ def diagnose_groups(
     # A group for matrices stays empty, on every rank, where the optimizer sees them as flattened slices.
     flattened = [name for name in sliced if len(seen_shapes[name]) < 2]
     used = [settings for _, settings in spec.settings.values()]
-    unused = [settings for settings in reports[0].empty_groups if settings not in used]
-    if not flattened or not unused or any(report.empty_groups != reports[0].empty_groups for report in reports):
+    unused = [settings for settings in specs[0].empty_groups if settings not in used]
+    if not flattened or not unused or any(rank_spec.empty_groups != specs[0].empty_groups for rank_spec in specs):
         return None, not_compared
     name = flattened[0]  # Named for all.
     _, its_settings = spec.settings[name]

@@ -49,7 +49,7 @@ class Verification:
 
     @property
     def report(self) -> str:
-        """A line for each case."""
+        """Return a line for each case."""
         lines = []
         for case in self.cases.values():
             diagnosis = ", ".join(filter(None, (case.cause, case.line)))

@@ -35,7 +35,7 @@ class VerifiedModelOptions(options.RunOptions, options.UserCodeOptions, options.
     VerifiedWorkload, *("wrap", "world_size", "case", "mesh", "gradients", "finish", "backend", "timeout_s")
 )
 class VerificationOptions(options.OptionGroup):
-    """What makes the model parallel, on which ranks, and the cases that are compared."""
+    """Options for the wrap that makes the model parallel, its ranks, and the cases that are compared."""
 
     wrap: Annotated[
         Sequence[str], name_or_code(WRAPS, f"Yours: FILE.py:NAME, module:NAME. Ready: {', '.join(WRAPS)}.")

@@ -25,7 +25,6 @@ from cs336sys.parity import optimizers
 from cs336sys.parity import record as recording
 from cs336sys.parity import subject as subjects
 from cs336sys.parity.collectives import OBSERVED, CollectiveWatcher
-from cs336sys.parity.record import model_name
 from cs336sys.settings.user_code import is_user_code, source_file
 from cs336sys.settings.verification import SAVED_AFTER, Program, Share, VerifiedWorkload
 from cs336sys.training import user_models
@@ -33,9 +32,6 @@ from cs336sys.training import user_models
 _MOST_ELEMENTS = 2e7  # Of all steps together, to be compared after every step; of more, after the first and the last.
 
 _OTHER_SEED = 1000  # How far apart the seeds are of ranks with different weights, and of models that are loaded into.
-
-# Settings of optimizers that change no number, or that the class itself does not take.
-_IGNORED_SETTINGS = ("initial_lr", "foreach", "fused", "capturable", "differentiable", "flat")
 
 
 @dataclass(frozen=True)
@@ -140,13 +136,13 @@ class ProgramRun:
         """Find the wrapped module's parameters, by identity or else by name, and buffers in the plain model's."""
         plain_names = {id(parameter): name for name, parameter in plain_parameters.items()}
         plain_and_wrapped = [  # The name in the plain model, that in the wrapped one, and the parameter.
-            (plain_names.get(id(parameter)) or model_name(name, list(self.shapes)), name, parameter)
+            (plain_names.get(id(parameter)) or recording.model_name(name, list(self.shapes)), name, parameter)
             for name, parameter in module.named_parameters()
         ]
         self.parameters = {plain: parameter for plain, _, parameter in plain_and_wrapped if plain is not None}
         self.parameter_names = {id(parameter): name for name, parameter in self.parameters.items()}
         self.report.unmatched = tuple(name for plain, name, _ in plain_and_wrapped if plain is None)
-        named_buffers = ((model_name(name, buffer_names), buffer) for name, buffer in module.named_buffers())
+        named_buffers = ((recording.model_name(name, buffer_names), buffer) for name, buffer in module.named_buffers())
         self.buffers = {name: buffer for name, buffer in named_buffers if name is not None}
 
     def _report_wrap(self) -> None:
@@ -161,60 +157,18 @@ class ProgramRun:
         is_cut = any(parameter.shape != shapes[name] for name, parameter in self.parameters.items())
         report.is_sliced = is_cut or self.has_dtensors
         report.runs_steps = wrapped.step is not None
-        report.optimizer = None if wrapped.optimizer is None else self._optimizer_spec()
+        if wrapped.optimizer is not None:
+            report.optimizer = optimizers.read_spec(self.inner_optimizer, self.parameters)
         report.hides_optimizer = report.optimizer is None and (report.runs_steps or wrapped.optimizer is not None)
 
     @property
     def inner_optimizer(self) -> Any:
-        """The optimizer that updates parameters, where others wrap it."""
+        """Return the optimizer that updates parameters, where others wrap it."""
         return optimizers.innermost(self.optimizer)
 
     @property
     def has_dtensors(self) -> bool:
         return any(hasattr(parameter, "to_local") for parameter in self.parameters.values())
-
-    def _optimizer_spec(self) -> optimizers.OptimizerSpec | None:
-        """Read class and settings of the optimizer, by parameter; None if it is not all torch's."""
-        inner = self.inner_optimizer
-        parts = inner.optimizers if isinstance(inner, optimizers.Together) else [inner]
-        if not all(isinstance(optimizer, torch.optim.Optimizer) for optimizer in parts):
-            return None
-        pairs = [
-            # Ours shards an optimizer of any class.
-            (optimizer._optimizer_cls if optimizers.is_ours(optimizer) else type(optimizer), group)
-            for optimizer in parts
-            for group in optimizer.param_groups
-        ]
-        has_one_group = sum(bool(group["params"]) for _, group in pairs) == 1
-        settings: dict[str, Any] = {}
-        for optimizer_class, group in pairs:
-            group_settings = {
-                key: value
-                for key, value in group.items()
-                if isinstance(value, int | float | tuple | None) and key not in _IGNORED_SETTINGS  # Not "params".
-            }
-            if not group["params"]:
-                self.report.empty_groups += (group_settings,)
-            for parameter in group["params"]:
-                for name in self._names_of_updated(parameter):
-                    settings[name] = optimizer_class, group_settings
-                    self.report.optimizer_shapes[name] = parameter.shape
-            if group["params"] and not settings and has_one_group:
-                # No parameter is or shares memory with one of its only group: it updates copies, so those of all.
-                settings = dict.fromkeys(self.parameters, (optimizer_class, group_settings))
-        (first_class, _), *_ = pairs  # For parameters in no group.
-        return optimizers.OptimizerSpec(optimizer_class=first_class, settings=settings)
-
-    def _names_of_updated(self, updated: Tensor) -> list[str]:
-        """Name the model's parameters that a tensor of the optimizer is, or of which it is a slice by its memory."""
-        if id(updated) in self.parameter_names:
-            return [self.parameter_names[id(updated)]]
-        if hasattr(updated, "to_local"):
-            return []  # A DTensor has no address.
-        start, end = _address_range(updated)
-        local = {name: parameter for name, parameter in self.parameters.items() if not hasattr(parameter, "to_local")}
-        spans = {name: _address_range(parameter) for name, parameter in local.items()}
-        return [name for name, (first, last) in spans.items() if start < end and first < end and start < last]
 
     def all_steps(self) -> None:
         """Train from the start or from what others have saved, and record."""
@@ -468,8 +422,3 @@ class ProgramRun:
             set_state_dict(*objects, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
         else:
             checkpoint.save(state, checkpoint_id=f"{self.folder}/dcp")
-
-
-def _address_range(tensor: Tensor) -> tuple[int, int]:
-    """Return the addresses of the tensor's first byte and of the one after its last."""
-    return tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.element_size()

@@ -46,7 +46,7 @@ class Wrapped:
 
     @contextlib.contextmanager
     def without_synchronization(self, optimizer: Any) -> Iterator[None]:
-        """Within this, backward passes accumulate gradients on this rank; a CapabilityError says that it cannot."""
+        """Let backward passes within this accumulate gradients on this rank; a CapabilityError says that it cannot."""
         candidates = (self.owner, self.module, optimizer)  # The owner may be an Accelerator, with no_sync(model).
         no_sync: Any = next((part.no_sync for part in candidates if hasattr(part, "no_sync")), None)
         set_sync: Any = getattr(self.module, "set_requires_gradient_sync", None)
@@ -306,7 +306,7 @@ READY: dict[str, Callable[[WrapCall], Any]] = {
 
 
 def line_of_wrap(workload: VerifiedWorkload) -> str:
-    """``mine.py, line 12``, where a user's wrap begins; empty for a ready wrap, or where Python does not know."""
+    """Return ``mine.py, line 12``, where a user's wrap begins; empty for a ready wrap, or where Python knows none."""
     if not is_user_code(workload.wrap):
         return ""
     try:

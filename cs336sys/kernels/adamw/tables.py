@@ -67,7 +67,7 @@ def is_capturing(device: torch.device) -> bool:
 
 
 class Uploader:
-    """Copies tables to the device without making the host wait, also as part of a CUDA graph.
+    """Copies of tables to the device that do not make the host wait, also as part of a CUDA graph.
 
     A graph copies from the same host memory at every replay (16 us of a step of 5 ms, ``small`` on an H200), so that
     memory stays as it is. Host memory cannot be pinned while a graph is captured, and device memory that is allocated

@@ -72,7 +72,7 @@ def flash_attention(
     implementation: str = "auto",
     float32_precision: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Softmax attention O = softmax(scale Q K^T) V in memory linear in the sequence, forward and backward.
+    """Compute softmax attention O = softmax(scale Q K^T) V in memory linear in the sequence, forward and backward.
 
     FlashAttention-2 (Dao, 2023; handout, section on FlashAttention-2). Differentiable once in query, key and value,
     except for "reference", which is differentiable any number of times. Under ``torch.autocast`` the inputs are cast to

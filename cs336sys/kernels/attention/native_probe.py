@@ -1,4 +1,4 @@
-"""Prints two findings for ``doctor``, each with its fix, in one line of JSON: calls in C++, and kept settings.
+"""Two findings for ``doctor``, each with its fix, in one line of JSON: calls in C++, and kept settings.
 
 It neither compiles the C++, which the first call does, nor launches a kernel.
 Usage: ``python -m cs336sys.kernels.attention.native_probe``.

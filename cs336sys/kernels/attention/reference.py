@@ -64,7 +64,7 @@ def score_rule(
 def plain_attention(
     query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False, window: int | None = None
 ) -> Tensor:
-    """Softmax attention in four steps, matmul, mask, softmax, matmul: the baseline of the benchmarks.
+    """Compute softmax attention in four steps, matmul, mask, softmax, matmul: the baseline of the benchmarks.
 
     Equations 4 to 6 of the handout, O = softmax(Q K^T / sqrt(D)) V, in the inputs' dtype. For backward, autograd keeps
     the probabilities (..., S_q, S_k), and if causal a boolean mask (S_q, S_k), next to tensors linear in S.
@@ -97,7 +97,7 @@ def reference_attention(
     causal_alignment: str = "start",
     compute_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Softmax attention with the logsumexp of its scores, differentiable by autograd any number of times.
+    """Compute softmax attention with the logsumexp of its scores, differentiable by autograd any number of times.
 
     Equations 4 to 6 and 12 of the handout. A query that sees no key, or whose scores are all -inf, gives zeros,
     logsumexp -inf, and passes no gradient on to the scores; NaN in the inputs propagates.
@@ -310,7 +310,7 @@ class FlashAttentionTorch(torch.autograd.Function):
 
 
 class FlashAttentionCompiledBackward(FlashAttentionTorch):
-    """As :class:`FlashAttentionTorch`, with the handout's backward: equations 13 to 19 untiled, by ``torch.compile``.
+    """:class:`FlashAttentionTorch` with the handout's backward: equations 13 to 19 untiled, by ``torch.compile``.
 
     Its backward takes memory of S_q x S_k. The first one compiles, which takes seconds.
     """

@@ -1,4 +1,4 @@
-"""Checks what this machine has and lacks for cs336sys, and says how to fix each lack."""
+"""Checks of what this machine has and lacks for cs336sys, with the fix of each lack."""
 
 from cs336sys.machine.diagnosis import software
 from cs336sys.machine.diagnosis.software import Check

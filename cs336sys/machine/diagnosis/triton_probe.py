@@ -1,4 +1,4 @@
-"""Runs one small Triton kernel and prints "ok", or what went wrong in one line.
+"""A run of one small Triton kernel, which prints "ok", or what went wrong in one line.
 
 A module and a process of its own: Triton reads a kernel's source from its file, decides on its interpreter when it is
 imported, and a kernel that fails can leave a process without a usable GPU. Usage:

@@ -49,7 +49,7 @@ class ParallelStep(TrainStep):
             user_models.without_dropout()
         choice = OptimizerChoice(workload.training, optimizer_settings)
         self.warmup_of_capture = warmup_of_capture(workload)
-        in_graphs = workload.training.cuda_graph == "on"
+        in_graphs = workload.training.uses_graphs
         self._recorder = recorder_of(device) if in_graphs else None
         # torch's DDP holds on to the stream that it is built on.
         with self.on_launch_stream():
@@ -123,12 +123,12 @@ class ParallelStep(TrainStep):
         return contextlib.nullcontext() if self._recorder is None else self._recorder.on_launch_stream()
 
     def capture(self, **settings: Any) -> None:
-        """As of :class:`TrainStep`. All ranks call it together: they communicate while they warm up.
+        """Capture as :class:`TrainStep` does. All ranks call it together: they communicate while they warm up.
 
         torch's ``fully_shard`` becomes one phase, ``step``: its backward pass waits for events of its forward pass, so
         that one graph must hold both (pytorch #171835).
         """
-        if self._is_captured_whole and self.workload.cuda_graph == "on":
+        if self._is_captured_whole and self.workload.uses_graphs:
             self._launched = {"step": functools.partial(_call_in_turn, *self._launched.values())}
         super().capture(**{"recorder": self._recorder, **settings})
 

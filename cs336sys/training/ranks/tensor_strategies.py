@@ -302,7 +302,7 @@ def torch_context(workload: ParallelWorkload, device: torch.device, optimizer: O
             f"strategy 'torch-context' replaces torch's attention, and --attention {training.attention} is not "
             f"torch's; choose sdpa"
         )
-    if training.is_compiled or training.cuda_graph == "on":
+    if training.is_compiled or training.uses_graphs:
         raise CapabilityError(
             "strategy 'torch-context' replaces SDPA while a step runs, which compiled or captured code would not "
             "notice: choose --compile off and --cuda-graph off"
@@ -322,7 +322,7 @@ def torch_context(workload: ParallelWorkload, device: torch.device, optimizer: O
 
     @contextlib.contextmanager
     def around() -> Iterator[None]:
-        """Within this, torch's attention is that of the ring."""
+        """Let the ring compute torch's attention within this."""
         # context_parallel wants buffers to cut along the sequence. Inputs are cut already, so it gets an unused one.
         sequence = torch.empty(1, training.size.context, device=device)
         torch_attention = F.scaled_dot_product_attention

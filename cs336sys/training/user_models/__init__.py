@@ -1,8 +1,7 @@
 """Models that are not ours, with their losses, batches and optimizers: what takes the place of what we know of ours.
 
 - ``loading.py``: how is the user's code found and called (next to a ``cs336_basics`` of the user's, too), and how are
-  its errors reported?
-  Which optimizer does a function of it make?
+  its errors reported? Which optimizer does a function of it make?
 - ``attention.py``: how does another attention take the place of ``torch.nn.functional``'s?
 - ``modules.py``: which of its modules are the blocks, which tensors look like parameters and are none, and how does a
   model get its first values one layer at a time?

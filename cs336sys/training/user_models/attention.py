@@ -105,7 +105,7 @@ def our_attention(*arguments: Any, **named: Any) -> Tensor:
 
 @contextlib.contextmanager
 def watched_attention(attend: Callable[[AttentionCall, Callable[..., Tensor]], Tensor]) -> Iterator[None]:
-    """Within this, ``attend`` computes each call of attention; its second argument is the attention that would."""
+    """Let ``attend`` compute each call of attention within this; its second argument is the attention that would."""
     attention = F.scaled_dot_product_attention
 
     def watch(*arguments: Any, **named: Any) -> Tensor:

@@ -40,7 +40,7 @@ _user_modules: dict[str, ModuleType] = {}
 
 @contextlib.contextmanager
 def their_course_package() -> Iterator[None]:
-    """Within this, ``import cs336_basics`` finds the one next to the user's file, or the first on ``sys.path``.
+    """Let ``import cs336_basics`` within this find the one next to the user's file, or the first on ``sys.path``.
 
     Outside it finds ours again, which has the same name and with which this process has begun. If ours comes first,
     imports get the modules that are in use, not copies of them.
@@ -152,7 +152,7 @@ def _is_users(name: str) -> bool:
 
 @contextlib.contextmanager
 def copied_code() -> Iterator[None]:
-    """Within this, the user's code, a course package of theirs too, is loaded anew, and forgotten afterwards.
+    """Load the user's code, a course package of theirs too, anew within this, and forget it afterwards.
 
     For models on the meta device, or of fake tensors: a module that keeps a table of rotations for all models, for one,
     would go on with a table that holds nothing.
@@ -295,7 +295,7 @@ def references_of(workload: Workload) -> list[str]:
 
 @contextlib.contextmanager
 def telling_user_errors(workload: Workload) -> Iterator[None]:
-    """Within this, what a workload's own code raises is told in one sentence with its line, and so is cs336_basics'.
+    """Tell what a workload's own code raises in one sentence with its line, and what cs336_basics raises.
 
     What this program says itself or raises elsewhere, and that memory has run out, goes through.
     """

@@ -36,26 +36,26 @@ def _forward_passes(answer: Answer, groups: list[Selection]) -> dict[str, Any] |
 
 
 forward_time = _plain_profiles(
-    "nsys.forward_time",
+    "profiles.forward_time",
     {"phases": ("phase", "unprofiled_ms", "wall_ms", "span_ms", "busy_ms", "idle_percent", "status")},
     medians=True,
     facts=_forward_passes,
     # Rows of failed cells have no phase.
     keep=lambda rows: [row for row in rows if row.get("phase") in ("forward", None)],
 )
-top_kernel = _plain_profiles("nsys.top_kernel", {"top kernel": ()})
+top_kernel = _plain_profiles("profiles.top_kernel", {"top kernel": ()})
 other_kernels = _plain_profiles(
-    "nsys.other_kernels", {"other kernels": ()}, keep=lambda rows: longest(where(rows, phase="forward"))
+    "profiles.other_kernels", {"other kernels": ()}, keep=lambda rows: longest(where(rows, phase="forward"))
 )
 whole_step = _plain_profiles(
-    "nsys.whole_step",
+    "profiles.whole_step",
     {"shares": ()},
     required={**PLAIN, "mode": ("train", "forward")},
     keep=lambda rows: [row for row in rows if row["phase"] in ("forward", "backward", "step")],
 )
 _TIMES = ("scores_ms", "final_ms", "softmax_ms", "other_ms")
 _RATES = ("time_ratio", "flops_ratio", "bytes_ratio", "matmul_tflops", "softmax_gbps")
-softmax = _plain_profiles("nsys.softmax", {"attention": (*_TIMES, *_RATES)})
+softmax = _plain_profiles("profiles.softmax", {"attention": (*_TIMES, *_RATES)})
 
 
 def profile_commands(target: Target) -> list[Command]:
@@ -81,7 +81,7 @@ def _profiled(block: str, tables: Mapping[str, Sequence[str]], *modes: str, prec
         "wanted": lambda handout: {"size": (SIZE,), "context": {*handout.memory_contexts, 128, 256, 512}},
         "required": {**PLAIN_OF_ANY_MODE, **settings},
     }
-    return measured("memprof", f"memory.{block}", tables, **defaults | options)
+    return measured("memprof", f"profiles.{block}", tables, **defaults | options)
 
 
 def _draw_timelines(answer: Answer, groups: list[Selection]) -> dict[str, Any]:
@@ -184,7 +184,7 @@ def nested(answer: Answer) -> None:
     runs = [group for group in _checkpointed_runs(answer) if "nested" in group.by("checkpointing")][:1]
     answer.measured_by(runs)
     cells_of_runs = [{name: facts_of(cell) for name, cell in group.by("checkpointing").items()} for group in runs]
-    answer.write("memory.nested", runs=cells_of_runs)
+    answer.write("profiles.nested", runs=cells_of_runs)
 
 
 def one_recomputation(answer: Answer) -> None:
@@ -201,7 +201,7 @@ def one_recomputation(answer: Answer) -> None:
         cells = sorted((cell for cell in cells if cell["blocks"]), key=lambda cell: cell["blocks"])
         rule = best_group_size(size, precision, mode="train", attention="reference")
         if cells:
-            answer.write("memory.one_recomputation", rule=rule, cells=cells, precision=precision)
+            answer.write("profiles.one_recomputation", rule=rule, cells=cells, precision=precision)
 
 
 def checkpointing_commands(target: Target) -> list[Command]:

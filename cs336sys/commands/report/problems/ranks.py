@@ -325,7 +325,7 @@ def _answer_of(
             if definition.symbol and not definition.question and is_named:
                 chosen.insert(0, definition)
         if block:
-            answer.write(f"calculations.{block}", **numbers)
+            answer.write(f"ranks.{block}", **numbers)
         answer.derive(chosen, table=table_name, title=question)
 
     return answer_with_values

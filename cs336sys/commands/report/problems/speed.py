@@ -14,13 +14,13 @@ _COLUMNS = ("size", "parameters", "forward_ms", "backward_ms", "optimizer_ms", "
 
 
 def script(answer: Answer) -> None:
-    answer.write("steps.script")
+    answer.write("speed.script")
 
 
 _HANDOUTS_STEP = {"context": (512,), "batch_size": (4,)}  # In both years.
 timings = measured(
     "bench",
-    "steps.timings",
+    "speed.timings",
     {"bench": (*_COLUMNS, "gpu_busy_ms", "peak_gib", "status")},
     wanted=lambda handout: {"size": handout.sizes, **_HANDOUTS_STEP, "precision": ("fp32",), "warmup": (5,)},
     grid=lambda handout: {"size": handout.sizes},
@@ -53,7 +53,7 @@ def warmup(answer: Answer) -> None:
         count: max(cell["step"].measured[0] / cell["step"].median for cell in where(cells, warmup=count))
         for count in sorted({cell["warmup"] for cell in cells})
     }
-    answer.write("steps.warmup", cells=cells, first_over_median=first_over_median)
+    answer.write("speed.warmup", cells=cells, first_over_median=first_over_median)
 
 
 _PHASES = ("forward", "backward", "step")
@@ -72,9 +72,9 @@ def _precision(block: str, setting: str, **tables: tuple[str, ...]):
 
 
 accumulation = _precision(block="", setting="accumulation", accumulation=())
-dtypes = _precision(block="steps.dtypes", setting="loss_function", autocast=())
+dtypes = _precision(block="speed.dtypes", setting="loss_function", autocast=())
 layer_norm = _precision(
-    "steps.layer_norm", "loss_function", autocast=("precision", "loss_function", "fc1", "layer_norm", "rms_norm")
+    "speed.layer_norm", "loss_function", autocast=("precision", "loss_function", "fc1", "layer_norm", "rms_norm")
 )
 precision_commands = measurement("precision", seconds=5)
 
@@ -94,7 +94,7 @@ def by_size(answer: Answer) -> None:
     failures = [group.only(lambda cell: cell.status != "ok") for group in answer.find("bench", wanted, **settings)]
     failed = [group for group in failures if group.cells]  # By find(): each cell once, of however many runs.
     answer.measured_by(failed)
-    answer.write("steps.by_size", rows=rows)
+    answer.write("speed.by_size", rows=rows)
     answer.write_failures(cells_of(failed), "{size} in {precision}")
     # Where fp32 does not fit there is nothing to compare with; fp16 is more than the handout asks for.
     failed_sizes = {row["size"] for row in where((cell.configuration for cell in cells_of(failed)), precision="fp32")}
@@ -119,7 +119,7 @@ def compiled_model(answer: Answer) -> None:
         # Our command compiles all sizes but the largest, of which a plain step may not fit.
         *_, last_compiled, largest = sizes
         if where(rows, size=last_compiled) and not where(rows, size=largest):
-            answer.write("steps.compiled_model", size=largest)
+            answer.write("speed.compiled_model", size=largest)
         answer.lack_unmeasured("the whole model compiled of {called}", compiled_whole, {"size": sizes[:-1]})
 
 
@@ -153,7 +153,7 @@ def _too_large(answer: Answer, groups: list[Selection]) -> dict[str, Any]:
 
 pytorch_attention = measured(
     "attn",
-    "attention.pytorch_attention",
+    "speed.pytorch_attention",
     {"attn": ("forward_ms", "backward_ms", "held_gib", "predicted_held_gib", "peak_gib", "status")},
     wanted=lambda handout: _GRID,
     required={"implementation": ("eager", "model")},
@@ -238,7 +238,7 @@ def board(answer: Answer) -> None:
         answer.show([group], "flash", *(f"{part}_ms" for part in _PARTS), "end_to_end_tflops", "status", medians=True)
         others = [other for other in group.measured if other.configuration["implementation"] not in _OURS]
         others.sort(key=median_ms)
-        answer.write("attention.board", ours=facts_of(cell), others=list(map(facts_of, others)))
+        answer.write("speed.board", ours=facts_of(cell), others=list(map(facts_of, others)))
 
 
 board_commands = sized(measurement(f"flash --grid board --warmup-ms 1000 --repetition-ms {_BOARD_MS}", seconds=200))

@@ -1,4 +1,4 @@
-"""From tensors to launches: how the Triton attention kernels are given their grids, strides, tiles and descriptors."""
+"""Plans of launches: how the Triton attention kernels are given their grids, strides, tiles and descriptors."""
 
 import math
 from collections.abc import Sequence
