@@ -24,7 +24,6 @@ FORMS = {
     "fused with splits": lambda tile: fused(tile, num_splits=3),
     "separate": lambda tile: separate(tile, tile),
     "joint": joint,
-    "unprepared": lambda tile: joint(tile, precomputes_delta=False),
 }
 
 STRIDES = {

@@ -107,7 +107,7 @@ def special(request, device, monkeypatch):
     """An implementation's name, and query, key and value whose numbers a test changes."""
     implementation, _, head_dim = request.param.partition(" ")
     if implementation == "three":
-        force(monkeypatch, "unprepared")
+        force(monkeypatch, "joint")
         monkeypatch.setattr(plans, "forward_settings", lambda problem: ForwardSettings(TILE, num_splits=3))
         return "triton", grouped_inputs(1, 1, 70, 70, device, batch=1)
     if implementation == "hopper":
@@ -282,7 +282,7 @@ def test_gradients_of_blocks_of_keys_add_up(implementation, dtype, device):
     torch.testing.assert_close([tensor.double() for tensor in actual], expected, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("form", ["fused with splits", "separate", "unprepared"])
+@pytest.mark.parametrize("form", ["fused with splits", "separate", "joint"])
 def test_gradients_from_an_external_logsumexp_and_delta(form, device, monkeypatch):
     """As autograd's own backward, which hands on just these two; in other layouts and under compile, too."""
     force(monkeypatch, form)

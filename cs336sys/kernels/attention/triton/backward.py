@@ -3,8 +3,7 @@
 *Fused*: a pass over tiles of keys computes dK and dV and adds its share of dQ to a float32 buffer: five matrix products
 for a pair of tiles, but the additions come in any order. *Separate*: a second pass, over tiles of queries, computes dQ:
 seven matrix products, deterministic. The two passes may share a launch. A kernel for D = rowsum(dO * O) comes before
-either (``prepare``); after the fused pass another one converts dQ (``convert``). Where launching takes
-longest the separate form goes without the first: its passes compute D themselves, each as often as it reads a query.
+either (``prepare``); after the fused pass another one converts dQ (``convert``).
 
 With few tiles of keys the fused pass gives each of them to several programs, each of which takes a split of the
 queries; they add up dK and dV as well in float32 buffers.
@@ -31,9 +30,9 @@ from cs336sys.kernels.attention.triton.tiles import (
     visible_keys,
 )
 
-# ``statistics``: what prepare_kernel wrote, or the logsumexp of forward. Sums are in float32.
-Tensors = namedtuple("Tensors", "query key value grad_out statistics grad_query_sum grad_query grad_key grad_value out")
-BackwardStrides = namedtuple("BackwardStrides", "query key value grad_out grad_query grad_key grad_value out")
+# ``statistics``: what prepare_kernel wrote. Sums are in float32.
+Tensors = namedtuple("Tensors", "query key value grad_out statistics grad_query_sum grad_query grad_key grad_value")
+BackwardStrides = namedtuple("BackwardStrides", "query key value grad_out grad_query grad_key grad_value")
 Numbers = namedtuple(
     "Numbers",
     "num_heads group_size num_sequences num_queries padded_queries num_keys window diagonal sequences_per_group "
@@ -45,15 +44,13 @@ Numbers = namedtuple(
 class BackwardConfig(TileConfig):
     """Constants of a backward pass: the kinds of program it has, and what they share.
 
-    ``grouped``: heads of queries share one of keys. ``prepared``: prepare_kernel came before, and the output is not
-    touched. ``key_sums``: num_splits programs share a tile of keys. ``early``: the pass is launched before the one in
-    front of it is done, and waits for what that wrote.
+    ``grouped``: heads of queries share one of keys. ``key_sums``: num_splits programs share a tile of keys. ``early``:
+    the pass is launched before the kernel in front of it is done, and waits for what that wrote.
     """
 
     grouped: bool
     key_pass: bool
     query_pass: bool
-    prepared: bool
     fused: bool
     key_sums: bool
     early: bool
@@ -176,11 +173,7 @@ def _add_queries(grads, tiles, split, query_step, tensors, strides, sequence, nu
         for start in tl.range(begin + split * QUERY_ROWS, end, query_step):
             query_tile = load_rows(query_rows, start, QUERY_ROWS, CONFIG, CONFIG.tma)
             scores = tl.dot(key_tile, tl.trans(query_tile), input_precision=PRECISION)  # S^T [KEY_ROWS, QUERY_ROWS]
-            if CONFIG.prepared:
-                logsumexps = load_statistic(tensors.statistics, 2 * sequence, start, padded_queries, CONFIG)
-            else:
-                queries = start + tl.arange(0, QUERY_ROWS)
-                logsumexps = base2_logsumexps(tensors.statistics, sequence, queries, num_queries)
+            logsumexps = load_statistic(tensors.statistics, 2 * sequence, start, padded_queries, CONFIG)
             weights = tl.math.exp2(scores * numbers.scale_log2 - logsumexps[None, :])  # P^T
             if STRETCH != 1:
                 keys = first_key + tl.arange(0, CONFIG.key_rows)
@@ -194,11 +187,7 @@ def _add_queries(grads, tiles, split, query_step, tensors, strides, sequence, nu
                 weights.to(grad_out_tile.dtype), grad_out_tile, grad_value_tile, input_precision=PRECISION
             )
             grad_weights = tl.dot(value_tile, tl.trans(grad_out_tile), input_precision=PRECISION)  # dP^T
-            if CONFIG.prepared:
-                delta = load_statistic(tensors.statistics, 2 * sequence + 1, start, padded_queries, CONFIG)
-            else:
-                out_rows = Rows(tensors.out, strides.out, batch, head, num_queries)
-                delta = output_products(out_rows, grad_out_tile, start, QUERY_ROWS, CONFIG)
+            delta = load_statistic(tensors.statistics, 2 * sequence + 1, start, padded_queries, CONFIG)
             grad_scores = (weights * (grad_weights - delta[None, :])).to(query_tile.dtype)  # dS^T
             grad_key_tile = tl.dot(grad_scores, query_tile, grad_key_tile, input_precision=PRECISION)
             if CONFIG.fused:
@@ -289,14 +278,8 @@ def query_pass(program, tensors, strides, numbers, CONFIG: tl.constexpr):
     query_tile = load_rows(query_rows, first_query, QUERY_ROWS, CONFIG, CONFIG.tma)
     grad_out_rows = Rows(tensors.grad_out, strides.grad_out, batch, head, num_queries)
     grad_out_tile = load_rows(grad_out_rows, first_query, QUERY_ROWS, CONFIG, CONFIG.tma)
-    if CONFIG.prepared:
-        logsumexps = load_statistic(tensors.statistics, 2 * sequence, first_query, padded_queries, CONFIG)
-        delta = load_statistic(tensors.statistics, 2 * sequence + 1, first_query, padded_queries, CONFIG)
-    else:
-        queries = first_query + tl.arange(0, QUERY_ROWS)
-        logsumexps = base2_logsumexps(tensors.statistics, sequence, queries, num_queries)
-        out_rows = Rows(tensors.out, strides.out, batch, head, num_queries)
-        delta = output_products(out_rows, grad_out_tile, first_query, QUERY_ROWS, CONFIG)
+    logsumexps = load_statistic(tensors.statistics, 2 * sequence, first_query, padded_queries, CONFIG)
+    delta = load_statistic(tensors.statistics, 2 * sequence + 1, first_query, padded_queries, CONFIG)
     grad_query_tile = tl.zeros([QUERY_ROWS, BLOCK_DIM], tl.float32)
 
     key_rows = Rows(tensors.key, strides.key, batch, key_head, num_keys)
@@ -330,15 +313,12 @@ def query_pass(program, tensors, strides, numbers, CONFIG: tl.constexpr):
 # All but padded_queries, a stride, of which the compiler is to know whether 16 divides it.
 @triton.jit(do_not_specialize=[name for name in Numbers._fields if name != "padded_queries"])  # It is a multiple of 16.
 def backward_kernel(
-    query, key, value, grad_out, statistics, grad_query_sum, grad_query, grad_key, grad_value, out, strides,
+    query, key, value, grad_out, statistics, grad_query_sum, grad_query, grad_key, grad_value, strides,
     num_heads, group_size, num_sequences, num_queries, padded_queries, num_keys, window, diagonal,
     sequences_per_group, key_programs, num_splits, scale, scale_log2, CONFIG: tl.constexpr,
 ):  # fmt: skip
-    """Run one pass or both: the first key_programs programs take tiles of keys, the others tiles of queries.
-
-    Prepared: statistics is what prepare_kernel wrote, and out is not touched. Else it is the logsumexp of forward.
-    """
-    tensors = Tensors(query, key, value, grad_out, statistics, grad_query_sum, grad_query, grad_key, grad_value, out)
+    """Run one pass or both: the first key_programs programs take tiles of keys, the others tiles of queries."""
+    tensors = Tensors(query, key, value, grad_out, statistics, grad_query_sum, grad_query, grad_key, grad_value)
     numbers = Numbers(
         num_heads, group_size, num_sequences, num_queries, padded_queries, num_keys, window, diagonal,
         sequences_per_group, key_programs, num_splits, scale, scale_log2,

@@ -121,7 +121,7 @@ class ForwardPlan(Plan):
 
 
 class BackwardPlan(Plan):
-    """The launches of the backward kernels: prepare if need be, one or two passes, and in the fused form convert."""
+    """The launches of the backward kernels: prepare, one or two passes, and in the fused form convert."""
 
     tensor_names = BACKWARD_TENSORS
     _read_by_pass = "query", "key", "value", "grad_out"
@@ -166,20 +166,14 @@ class BackwardPlan(Plan):
         kept = None if deterministic else kept_settings("backward", self._problem, self._device)
         settings = kept or backward_settings(self._problem, deterministic)
         self.fused, self._num_splits = settings.fused, settings.num_splits
-        self._prepared = settings.precomputes_delta or self._delta_given
-        self._early = self._prepared and has_hopper_resources(self._problem.capability)
+        self._early = has_hopper_resources(self._problem.capability)
         passes = settings.passes
         # The first pass is that of dK and dV.
         self._pad(max(backward_pass.tile.query_rows for backward_pass in passes), passes[0].tile.key_rows)
         # A second pass is launched when the first has ended.
         launches = [self._pass_launch(passes[0], early=self._early)]
         launches += [self._pass_launch(backward_pass, early=False) for backward_pass in passes[1:]]
-        if self._prepared:
-            self._add_prepared(launches)
-            return
-        for launch in launches:
-            # The logsumexp also stands in for the sum of dQ, which is not touched.
-            self._add_launch(launch, *self._read_by_pass, "logsumexp", "logsumexp", *GRADIENTS, "out")
+        self._add_prepared(launches)
 
     def _pad(self, query_rows: int, key_rows: int) -> None:
         """Count the rows of a sequence in scratch memory, where tiles are whole."""
@@ -261,7 +255,7 @@ class BackwardPlan(Plan):
             key_programs + query_programs,
             numbers=(
                 backward.BackwardStrides._make(
-                    [*(operand.row_strides for operand in self._operands), *self._grad_strides, self._out_strides]
+                    [*(operand.row_strides for operand in self._operands), *self._grad_strides]
                 ),
                 *backward.Numbers(
                     num_heads=self._num_heads,
@@ -287,7 +281,6 @@ class BackwardPlan(Plan):
                     grouped=problem.group_size > 1,
                     key_pass=backward_pass.computes_dkv,
                     query_pass=backward_pass.computes_dq,
-                    prepared=self._prepared,
                     fused=self.fused,
                     key_sums=self._num_splits > 1,
                     early=early,
@@ -299,22 +292,16 @@ class BackwardPlan(Plan):
         )
 
     def _tensors_of_pass(self, statistics: str, grad_query_sum: str, grads: Sequence[str]) -> Sequence[str]:
-        """Return a prepared pass's arguments; ``grads``: what it writes the gradients of query, key and value to."""
-        grad_query, *_ = grads
-        return *self._read_by_pass, statistics, grad_query_sum, *grads, grad_query  # The last stands in for the output.
+        """Return a pass's arguments; ``grads``: what it writes the gradients of query, key and value to."""
+        return *self._read_by_pass, statistics, grad_query_sum, *grads
 
     def _pass_descriptors(self, tile: TileSettings) -> list[Descriptors]:
-        """Return a pass's inputs as descriptors: query, key, value, output gradient, statistics, sum of dQ if fused.
-
-        Passes that are not prepared have no statistics and read the logsumexp and the output by address.
-        """
+        """Return a pass's inputs as descriptors: query, key, value, output gradient, statistics, sum of dQ if fused."""
         if not tile.use_tma:
             return []
         rows = tile.query_rows, tile.key_rows, tile.key_rows, tile.query_rows
         tensors = zip(self._operands, rows, strict=True)
         descriptors = [_descriptors(operand, tile_rows, self._block_dim) for operand, tile_rows in tensors]
-        if not self._prepared:
-            return descriptors
         padded_queries = self._padded_queries
         statistics = (2 * self._problem.num_sequences, padded_queries)
         descriptors.append(Descriptors(statistics, (padded_queries, 1), [1, tile.query_rows]))

@@ -65,18 +65,15 @@ class BackwardSettings:
     """All passes of a backward.
 
     ``fused``: the only pass is over keys and adds up dQ as well, in no fixed order. ``num_splits``: how many programs
-    share the queries of one tile of keys, and so add up dK and dV too; 1 unless fused. ``precomputes_delta``: a
-    launch before the passes computes D = rowsum(dO * O), always if fused; else the passes do, and also read the output.
+    share the queries of one tile of keys, and so add up dK and dV too; 1 unless fused.
     """
 
     passes: tuple[BackwardPass, ...]
     fused: bool = False
     num_splits: int = 1
-    precomputes_delta: bool = True
 
     def __str__(self) -> str:
-        single_pass = "joint" if self.precomputes_delta else "single"
-        form = "fused" if self.fused else "separate" if len(self.passes) > 1 else single_pass
+        form = "fused" if self.fused else "separate" if len(self.passes) > 1 else "joint"
         return "; ".join([form, *(str(backward_pass.tile) for backward_pass in self.passes)])
 
 
@@ -90,10 +87,9 @@ def separate(key_value: TileSettings, query: TileSettings) -> BackwardSettings:
     return BackwardSettings((BackwardPass(key_value, computes_dkv=True), BackwardPass(query, computes_dq=True)))
 
 
-def joint(tile: TileSettings, precomputes_delta: bool = True) -> BackwardSettings:
+def joint(tile: TileSettings) -> BackwardSettings:
     """Return the two passes of the separate form side by side in one launch."""
-    both = BackwardPass(tile, computes_dkv=True, computes_dq=True)
-    return BackwardSettings((both,), precomputes_delta=precomputes_delta)
+    return BackwardSettings((BackwardPass(tile, computes_dkv=True, computes_dq=True),))
 
 
 # The fewest keys that the forward kernel splits, and the most splits.
@@ -293,7 +289,6 @@ def backward_settings(problem: AttentionProblem, deterministic: bool) -> Backwar
 
 
 def _launch_bound_backward(problem: AttentionProblem) -> BackwardSettings:
-    # Passes that compute D themselves save a launch but not GPU time: 1x12x512x64 0.0242, 0.0213 with D before them.
     if problem.head_dim > 64 and (problem.window is not None or problem.group_size > 1):
         # With 64 keys it would spill registers.
         return joint(TileSettings(32, 32, num_warps=4, num_stages=1))
@@ -316,10 +311,8 @@ def _backward_with_register_operands(problem: AttentionProblem, deterministic: b
         spills_if_fused = 64 < problem.head_dim < 128
         is_joint = deterministic or spills_if_fused or problem.capability == AMD
         return joint(tile) if is_joint else _fused_with_splits(problem, tile, per_sm=4)
-    if _is_launch_bound(problem):
-        # A single launch, as on the H200; rowsum(dO * O) computed in the passes would spill with windows or groups.
-        return joint(tile, precomputes_delta=problem.window is not None or problem.group_size > 1)
-    if problem.head_dim <= 32 and not deterministic:  # As on an H200 by pointers, see backward_settings().
+    # As on an H200 by pointers, see backward_settings().
+    if problem.head_dim <= 32 and not deterministic and not _is_launch_bound(problem):
         return _fused_with_splits(problem, TileSettings(64, 64, num_warps=4, num_stages=2), per_sm=4)
     return joint(tile)
 
