@@ -29,8 +29,6 @@ from cs336sys.kernels.attention.problem import (
 from cs336sys.kernels.autograd import once_differentiable
 from cs336sys.kernels.operators import define_gradient, define_operator, needs_operators
 
-_inductor_allocation = torch._C._dynamo.guards  # Functions with which torch.compile's code allocates.
-
 MAX_PLANS = 1024
 _plans: dict[tuple, Plan] = {}
 
@@ -124,9 +122,10 @@ def _backward_of_node(*arguments: Any) -> Sequence[Tensor]:
 
 
 def _empty_results(plan: Plan) -> list[Tensor]:
-    """Allocate a direct plan's results on the current GPU; torch.empty_like takes twice as long."""
-    allocate = _inductor_allocation._empty_strided_cuda  # type: ignore[attr-defined]  # torch's stubs leave it out
-    return [allocate(*layout) for layout in plan.result_layouts]
+    """Allocate a direct plan's results on the current GPU."""
+    return [
+        torch.empty_strided(shape, strides, dtype=dtype, device="cuda") for shape, strides, dtype in plan.result_layouts
+    ]
 
 
 def _forward(query: Tensor, key: Tensor, value: Tensor, options: Options) -> tuple[Tensor, Tensor]:
@@ -369,7 +368,7 @@ def triton_attention(
         out = _native.attend(query, key, value, _option_number(options))
         if out is not None:
             return out
-    return _apply(query, key, value, *options, return_logsumexp)
+    return FlashAttentionTriton.apply(query, key, value, *options, return_logsumexp)
 
 
 def triton_attention_backward(
@@ -379,8 +378,3 @@ def triton_attention_backward(
     backward: Any = _backward_operator if needs_operators(query) else _compute_backward
     # Both take D = rowsum(dO * O) in the place of the output, see _backward().
     return backward(query, key, value, delta, logsumexp, grad_out, *options)
-
-
-# The apply() of Function's base class: Function's own looks for transforms of torch.func first, which takes 2 us, and
-# flash_attention() has refused these by then.
-_apply = super(torch.autograd.Function, FlashAttentionTriton).apply
