@@ -11,7 +11,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma
 
 from cs336sys.kernels.attention.hopper import schedule as schedule_arithmetic
-from cs336sys.kernels.attention.hopper.gluon import CAUSAL, WINDOW, change_kernels, store_wait, tma_load, tma_store
+from cs336sys.kernels.attention.hopper.gluon import CAUSAL, WINDOW, store_wait, tma_load, tma_store
 
 # The keys of one warpgroup, which are the rows of its matrix instructions, and the queries of a tile.
 ROWS = gl.constexpr(64)
@@ -75,6 +75,17 @@ def read_item(schedule, work, shape, KEY_ROWS: gl.constexpr, CONFIG: gl.constexp
         num_pieces = gl.load(schedule + work * 2) % 256
         first, end = _piece_visits(first, end, piece_number(schedule, work) % num_pieces, num_pieces)
     return Item(first_key, gl.load(entry + 1), first_tile, first, max(first, end))  # No query sees the keys: 0 visits.
+
+
+@gluon.jit
+def rows_of_program(schedule, CONFIG: gl.constexpr):
+    """Return (first, end) of this program's rows of the schedule: of the items and pieces that it works through."""
+    first = gl.program_id(0)
+    count = 1
+    if not CONFIG.ordered:  # Else each program has one row.
+        count = gl.load(schedule + gl.program_id(0) * 2)
+        first = gl.load(schedule + gl.program_id(0) * 2 + 1)
+    return first, first + count
 
 
 @gluon.jit
@@ -147,26 +158,16 @@ def is_piece(schedule, work, CONFIG: gl.constexpr):
 
 
 @gluon.jit
-def produce(shared, turns, grad_key_tiles, TILES: gl.constexpr, CONFIG: gl.constexpr):
-    """Load keys and values of TILES times 64 keys once, then every tile of queries that sees them, and store dK and dV.
-
-    Consumers leave dV where the values were, and dK in ``grad_key_tiles``; who releases the queries of a tile has added
-    to its dQ.
-    """
-    tensors, buffers, barriers, schedule, shape = shared
-    item = read_item(schedule, gl.program_id(0), shape, TILES * ROWS, CONFIG)
-    load_keys(shared, item, slot=0, TILES=TILES)
-    change_kernels()  # What follows was written by the kernel before.
-    load_queries(shared, turns, item, first_use=0, TILES=TILES, ENDS_TURNS=True, CONFIG=CONFIG)
-    if not is_piece(schedule, gl.program_id(0), CONFIG):
-        batch = item.key_sequence // shape.num_key_heads
-        key_head = item.key_sequence % shape.num_key_heads
-        for tile in gl.static_range(TILES):
-            mbarrier.wait(barriers.results_ready.index(tile), 0)
-            row = item.first_key + tile * ROWS
-            tma_store(tensors.grad_key, [batch, key_head, row, 0], grad_key_tiles.index(tile))
-            tma_store(tensors.grad_value, [batch, key_head, row, 0], buffers.value_tiles.index(tile))
-        store_wait(0)
+def store_results(shared, item, grad_key_tiles, slot, TILES: gl.constexpr):
+    """Store dK, which is in ``grad_key_tiles``, and dV, which is where the values were, of TILES times 64 keys."""
+    tensors, buffers, _, _, shape = shared
+    batch = item.key_sequence // shape.num_key_heads
+    key_head = item.key_sequence % shape.num_key_heads
+    for tile in gl.static_range(TILES):
+        row = item.first_key + tile * ROWS
+        tma_store(tensors.grad_key, [batch, key_head, row, 0], grad_key_tiles.index(TILES * slot + tile))
+        tma_store(tensors.grad_value, [batch, key_head, row, 0], buffers.value_tiles.index(TILES * slot + tile))
+    store_wait(0)
 
 
 @gluon.jit

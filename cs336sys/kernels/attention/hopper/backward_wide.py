@@ -32,7 +32,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from cs336sys.kernels.attention.hopper import backward_tiles as tiles
 from cs336sys.kernels.attention.hopper.backward_tiles import FIRST, ROWS, SECOND, TURNS, Shape, Shared, Tensors
-from cs336sys.kernels.attention.hopper.gluon import new_barriers, thread_barrier
+from cs336sys.kernels.attention.hopper.gluon import change_kernels, new_barriers, thread_barrier
 
 HALF_ROWS = gl.constexpr(ROWS.value // 2)  # The queries of a tile for which one warpgroup computes scores.
 
@@ -49,8 +49,14 @@ Barriers = namedtuple(
 
 @gluon.jit
 def _producer(shared, turns, CONFIG: gl.constexpr):
-    # dK is left where the keys were.
-    tiles.produce(shared, turns, shared.buffers.key_tiles, TILES=1, CONFIG=CONFIG)
+    """Load keys and values once, then every tile of queries that sees them, and store dK and dV."""
+    item = tiles.read_item(shared.schedule, gl.program_id(0), shared.shape, ROWS, CONFIG)
+    tiles.load_keys(shared, item, slot=0, TILES=1)
+    change_kernels()  # What follows was written by the kernel before.
+    tiles.load_queries(shared, turns, item, first_use=0, TILES=1, ENDS_TURNS=True, CONFIG=CONFIG)
+    if not tiles.is_piece(shared.schedule, gl.program_id(0), CONFIG):
+        mbarrier.wait(shared.barriers.results_ready.index(0), 0)
+        tiles.store_results(shared, item, shared.buffers.key_tiles, slot=0, TILES=1)  # dK is where the keys were.
 
 
 @gluon.jit
