@@ -64,8 +64,9 @@ def _producer(shared, turns, CONFIG: gl.constexpr):
         tiles.load_keys(shared, item, round % 2, TILES=2)
         if work == first_work:  # The kernel before wrote the statistics that come next.
             change_kernels()
+        visits = item.first_visit, item.end_visit + (CONFIG.stages if CONFIG.ordered else 0)
         # The reducer, which adds to dQ, ends turns itself.
-        tiles.load_queries(shared, turns, item, first_use, TILES=2, ENDS_TURNS=False, CONFIG=CONFIG)
+        tiles.load_queries(shared, turns, item, first_use, visits, TILES=2, ENDS_TURNS=False, CONFIG=CONFIG)
         first_use += item.end_visit - item.first_visit
 
 

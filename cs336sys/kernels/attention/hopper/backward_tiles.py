@@ -11,7 +11,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma
 
 from cs336sys.kernels.attention.hopper import schedule as schedule_arithmetic
-from cs336sys.kernels.attention.hopper.gluon import CAUSAL, WINDOW, store_wait, tma_load, tma_store
+from cs336sys.kernels.attention.hopper.gluon import CAUSAL, WINDOW, tma_load
 
 # The keys of one warpgroup, which are the rows of its matrix instructions, and the queries of a tile.
 ROWS = gl.constexpr(64)
@@ -158,40 +158,32 @@ def is_piece(schedule, work, CONFIG: gl.constexpr):
 
 
 @gluon.jit
-def store_results(shared, item, grad_key_tiles, slot, TILES: gl.constexpr):
-    """Store dK, which is in ``grad_key_tiles``, and dV, which is where the values were, of TILES times 64 keys."""
-    tensors, buffers, _, _, shape = shared
-    batch = item.key_sequence // shape.num_key_heads
-    key_head = item.key_sequence % shape.num_key_heads
-    for tile in gl.static_range(TILES):
-        row = item.first_key + tile * ROWS
-        tma_store(tensors.grad_key, [batch, key_head, row, 0], grad_key_tiles.index(TILES * slot + tile))
-        tma_store(tensors.grad_value, [batch, key_head, row, 0], buffers.value_tiles.index(TILES * slot + tile))
-    store_wait(0)
-
-
-@gluon.jit
 def load_keys(shared, item, slot, TILES: gl.constexpr):
     """Load keys and values of an item, TILES times 64, into a slot of their rings."""
     tensors, buffers, barriers, _, shape = shared
-    batch = item.key_sequence // shape.num_key_heads
-    key_head = item.key_sequence % shape.num_key_heads
-    key_ready, value_ready = barriers.key_ready.index(slot), barriers.value_ready.index(slot)
-    mbarrier.expect(key_ready, TILES * tensors.key.block_type.nbytes)
-    mbarrier.expect(value_ready, TILES * tensors.value.block_type.nbytes)
-    for tile in gl.static_range(TILES):
-        row = item.first_key + tile * ROWS
-        tma_load(tensors.key, [batch, key_head, row, 0], key_ready, buffers.key_tiles.index(TILES * slot + tile))
-    for tile in gl.static_range(TILES):
-        row = item.first_key + tile * ROWS
-        tma_load(tensors.value, [batch, key_head, row, 0], value_ready, buffers.value_tiles.index(TILES * slot + tile))
+    load_rows(tensors.key, buffers.key_tiles, barriers.key_ready, slot, item, shape, TILES)
+    load_rows(tensors.value, buffers.value_tiles, barriers.value_ready, slot, item, shape, TILES)
 
 
 @gluon.jit
-def load_queries(shared, turns, item, first_use, TILES: gl.constexpr, ENDS_TURNS: gl.constexpr, CONFIG: gl.constexpr):
-    """Load every tile of queries that sees an item's keys, the first of which is use ``first_use`` of the rings.
+def load_rows(tensor, ring, ready, slot, item, shape, TILES: gl.constexpr):
+    """Load the rows of an item's keys of ``tensor``, TILES times 64, into a slot of its ring."""
+    batch = item.key_sequence // shape.num_key_heads
+    key_head = item.key_sequence % shape.num_key_heads
+    mbarrier.expect(ready.index(slot), TILES * tensor.block_type.nbytes)
+    for tile in gl.static_range(TILES):
+        row = item.first_key + tile * ROWS
+        tma_load(tensor, [batch, key_head, row, 0], ready.index(slot), ring.index(TILES * slot + tile))
 
-    Ordered: see ``pass_turns``. If TILES is 1 (wide), consumers release queries later than gradients of the output.
+
+@gluon.jit
+def load_queries(
+    shared, turns, item, first_use, visits, TILES: gl.constexpr, ENDS_TURNS: gl.constexpr, CONFIG: gl.constexpr
+):
+    """Load the tiles of queries of an item's visits from ``visits[0]`` to before ``visits[1]``.
+
+    ``first_use``: what use of the rings the item's first visit is. Ordered: see ``pass_turns``; there are STAGES visits
+    more, which load nothing. If TILES is 1 (wide), consumers release queries later than gradients of the output.
     """
     tensors, buffers, barriers, _, shape = shared
     query, _, _, grad_out, statistics, _, _, _ = tensors
@@ -208,7 +200,7 @@ def load_queries(shared, turns, item, first_use, TILES: gl.constexpr, ENDS_TURNS
     first_of_group = first_sequence(key_sequence, shape, CONFIG)
     first_head = first_sequence(key_head, shape, CONFIG)  # Of the group: heads are numbered as sequences are.
     turns += first_of_group * shape.padded_queries
-    for visit in range(first, end + (STAGES if CONFIG.ordered else 0)):
+    for visit in range(visits[0], visits[1]):
         use = first_use + visit - first
         slot = use % STAGES
         first_query = tile_of(visit, first_tile, shape, CONFIG) * ROWS
