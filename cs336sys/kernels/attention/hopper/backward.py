@@ -219,10 +219,12 @@ def _keys_gradients(shared, pieces, numbers, item, CONSUMER: gl.constexpr, CONFI
         grad_value_tile.store(grad_value_sum.to(dtype))
         fence_async_shared()
         thread_barrier()
-        batch = key_sequence // shape.num_key_heads
-        key_head = key_sequence % shape.num_key_heads
-        tma_store(tensors.grad_key, [batch, key_head, first_key, 0], grad_key_tile)
-        tma_store(tensors.grad_value, [batch, key_head, first_key, 0], grad_value_tile)
+        # Read once more, not kept: for want of registers.
+        item = tiles.read_item(schedule, work, shape, 2 * ROWS, CONFIG)
+        batch = item.key_sequence // shape.num_key_heads
+        key_head = item.key_sequence % shape.num_key_heads
+        tma_store(tensors.grad_key, [batch, key_head, item.first_key + CONSUMER * ROWS, 0], grad_key_tile)
+        tma_store(tensors.grad_value, [batch, key_head, item.first_key + CONSUMER * ROWS, 0], grad_value_tile)
 
 
 @gluon.jit(do_not_specialize=Shape._fields)
