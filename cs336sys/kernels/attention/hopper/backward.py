@@ -12,7 +12,13 @@ once for 128 keys, not once for 64, and while dK and the next S^T are computed. 
 dP^T start from. Up to head dimension 64 there are registers for another division of labour: backward_reducer; 256 has
 backward_wide.
 
-Barriers work as in forward.py. ``grad_scores_ready`` counts both warpgroups. The two buffers of dS^T need no
+A program works through the items that the host's schedule gives it; where programs take turns, each has one. Keys have
+two slots, so that the next item's are there when an item ends; values have one, which is loaded again when the last
+visit has ended. dK is stored from the slot of the keys, dV from where dS^T was. More than 195 KiB of shared memory
+would leave less of the cache through which dQ is added: with 32 KiB that nobody used the pass took 2 % longer.
+
+Barriers work as in forward.py. ``keys_free``: both warpgroups have begun an item, and the results of the one before
+have left; the slot that it had is free. ``grad_scores_ready`` counts both warpgroups. The two buffers of dS^T need no
 barrier of the other direction: a warpgroup announces tile i - 1 only after its dQ of tile i - 2 is complete, and nobody
 writes tile i before seeing tile i - 1 announced by both.
 
@@ -32,29 +38,73 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from cs336sys.kernels.attention.hopper import backward_tiles as tiles
 from cs336sys.kernels.attention.hopper.backward_tiles import FIRST, ROWS, SECOND, TURNS, Shape, Shared, Tensors
-from cs336sys.kernels.attention.hopper.gluon import new_barriers, thread_barrier
+from cs336sys.kernels.attention.hopper.gluon import (
+    change_kernels,
+    new_barriers,
+    store_wait,
+    thread_barrier,
+    tma_store,
+)
 
 Buffers = namedtuple(
-    "Buffers",
-    "key_tiles value_tiles query_ring grad_out_ring logsumexp_ring delta_ring grad_scores_tiles grad_key_tiles",
+    "Buffers", "key_tiles value_tiles query_ring grad_out_ring logsumexp_ring delta_ring grad_scores_tiles"
 )
 Barriers = namedtuple(
     "Barriers",
-    "key_ready value_ready query_ready grad_out_ready tile_free grad_scores_ready results_ready turn",
+    "key_ready value_ready keys_free query_ready grad_out_ready tile_free grad_scores_ready turn",
 )
 
 
 @gluon.jit
 def _producer(shared, turns, CONFIG: gl.constexpr):
-    tiles.produce(shared, turns, shared.buffers.grad_key_tiles, TILES=2, CONFIG=CONFIG)
+    """Load the keys and first queries of an item while the one before ends, then its values and other queries."""
+    tensors, buffers, barriers, schedule, shape = shared
+    STAGES: gl.constexpr = CONFIG.stages
+    first_work, end_work = tiles.rows_of_program(schedule, CONFIG)
+    first_use = 0
+    for work in range(first_work, end_work):
+        round = work - first_work
+        slot = round % 2
+        item = tiles.read_item(schedule, work, shape, 2 * ROWS, CONFIG)
+        mbarrier.wait(barriers.keys_free.index(slot), ((round - 1) // 2) & 1, pred=round > 0)
+        tiles.load_rows(tensors.key, buffers.key_tiles, barriers.key_ready, slot, item, shape, TILES=2)
+        if round == 0:  # The kernel before wrote the statistics that come next.
+            change_kernels()
+        _, _, _, first, end = item
+        second = min(first + 1, end)
+        tiles.load_queries(shared, turns, item, first_use, (first, second), TILES=2, ENDS_TURNS=True, CONFIG=CONFIG)
+        last_use = max(first_use, 1) - 1  # Of the item before.
+        mbarrier.wait(barriers.tile_free.index(last_use % STAGES), (last_use // STAGES) & 1, pred=first_use > 0)
+        tiles.load_rows(tensors.value, buffers.value_tiles, barriers.value_ready, 0, item, shape, TILES=2)
+        end_load = end + (STAGES if CONFIG.ordered else 0)
+        tiles.load_queries(shared, turns, item, first_use, (second, end_load), TILES=2, ENDS_TURNS=True, CONFIG=CONFIG)
+        first_use += end - first
 
 
 @gluon.jit
 def _consumer(shared, pieces, scale, scale_log2, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
-    """Compute dK and dV of one warpgroup's 64 keys, and half of the columns of dQ for the program's 128 keys."""
+    first_work, end_work = tiles.rows_of_program(shared.schedule, CONFIG)
+    first_use = 0
+    for work in range(first_work, end_work):
+        item = tiles.read_item(shared.schedule, work, shared.shape, 2 * ROWS, CONFIG)
+        numbers = scale, scale_log2, work, work - first_work, first_use
+        _keys_gradients(shared, pieces, numbers, item, CONSUMER, CONFIG)
+        first_use += item.end_visit - item.first_visit
+    store_wait(0)  # TMA must have read shared memory before the program ends.
+
+
+@gluon.jit
+def _keys_gradients(shared, pieces, numbers, item, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
+    """Compute dK and dV of a warpgroup's 64 keys of an item, and half of the columns of dQ for all of its 128 keys.
+
+    ``numbers``: scale, scale_log2, the item's row of the schedule, how many items the program has had before, and how
+    often it has used the rings of query tiles.
+    """
     tensors, buffers, barriers, schedule, shape = shared
-    key_tiles, value_tiles, query_ring, grad_out_ring, logsumexp_ring, delta_ring, grad_scores_tiles, _ = buffers
-    key_ready, value_ready, query_ready, grad_out_ready, tile_free, grad_scores_ready, results_ready, turn = barriers
+    key_tiles, value_tiles, query_ring, grad_out_ring, logsumexp_ring, delta_ring, grad_scores_tiles = buffers
+    query_ready, grad_out_ready, tile_free = barriers.query_ready, barriers.grad_out_ready, barriers.tile_free
+    grad_scores_ready = barriers.grad_scores_ready
+    scale, scale_log2, work, round, first_use = numbers
     STAGES: gl.constexpr = CONFIG.stages
     HEAD_DIM: gl.constexpr = CONFIG.head_dim
     dtype: gl.constexpr = tensors.key.dtype
@@ -66,37 +116,46 @@ def _consumer(shared, pieces, scale, scale_log2, CONSUMER: gl.constexpr, CONFIG:
     query_layout: gl.constexpr = gl.SliceLayout(0, scores_layout)
     half_zeros = gl.zeros([ROWS, HALF], gl.float32, half_layout)
 
-    first_key, key_sequence, first_tile, first, end = tiles.read_item(
-        schedule, gl.program_id(0), shape, 2 * ROWS, CONFIG
-    )
+    first_key, key_sequence, first_tile, first, end = item
     first_key += CONSUMER * ROWS
     grad_key_sum = gl.zeros([ROWS, HEAD_DIM], gl.float32, grad_layout)
     grad_value_sum = gl.zeros([ROWS, HEAD_DIM], gl.float32, grad_layout)
     # The sum of dQ has, for each tile of queries, the half tile of the first warpgroup, and behind it the second's.
     sequence = tiles.first_sequence(key_sequence, shape, CONFIG)
     sums = tensors.grad_query_sum + sequence.to(gl.int64) * shape.padded_queries * HEAD_DIM + CONSUMER * ROWS * HALF
-    mbarrier.wait(key_ready.index(0), 0)
-    mbarrier.wait(value_ready.index(0), 0)
-    mbarrier.wait(query_ready.index(0), 0, pred=first < end)
+    keys_slot = round % 2
+    first_slot = first_use % STAGES
+    mbarrier.wait(barriers.key_ready.index(keys_slot), (round // 2) & 1)
+    mbarrier.wait(query_ready.index(first_slot), (first_use // STAGES) & 1, pred=first < end)
     next_query = tiles.tile_of(first, first_tile, shape, CONFIG) * ROWS
-    logsumexps = logsumexp_ring.index(0).reshape([ROWS]).load(query_layout)
+    logsumexps = logsumexp_ring.index(first_slot).reshape([ROWS]).load(query_layout)
     scores = warpgroup_mma(
-        key_tiles.index(CONSUMER),
-        query_ring.index(0).permute([1, 0]),
+        key_tiles.index(2 * keys_slot + CONSUMER),
+        query_ring.index(first_slot).permute([1, 0]),
         tiles.scores_start(logsumexps, scale_log2, next_query, first_key, shape, CONFIG),
         is_async=True,
     )
+    mbarrier.wait(barriers.value_ready.index(0), round & 1)
+    # The results of the item before lie where its keys were and where dS^T comes next.
+    store_wait(0)
+    thread_barrier()
+    mbarrier.arrive(barriers.keys_free.index((round + 1) % 2), count=1)
     scores = warpgroup_mma_wait(0, [scores])
     for visit in range(first, end):
-        use = visit - first
+        use = first_use + visit - first
+        gl.assume(use >= 0)
         slot = use % STAGES
         # Always 0, but the compiler does not know: it would compute descriptors of all keys and values before the loop
         # and keep them in registers, of which there are none to spare.
         zero = use >> 30
+        first_keys = 2 * keys_slot + zero
         grad_weights = tiles.grad_weights_start(delta_ring.index(slot).reshape([ROWS]).load(query_layout))
         mbarrier.wait(grad_out_ready.index(slot), (use // STAGES) & 1)
         grad_weights = warpgroup_mma(
-            value_tiles.index(zero + CONSUMER), grad_out_ring.index(slot).permute([1, 0]), grad_weights, is_async=True
+            value_tiles.index(zero + CONSUMER),
+            grad_out_ring.index(slot).permute([1, 0]),
+            grad_weights,
+            is_async=True,
         )
         weights = gl.exp2(scores * scale_log2)
         left = gl.convert_layout(weights.to(dtype), left_layout)
@@ -105,7 +164,7 @@ def _consumer(shared, pieces, scale, scale_log2, CONSUMER: gl.constexpr, CONFIG:
         grad_scores = (weights * grad_weights).to(dtype)
 
         buffer = use % 2
-        grad_scores_tiles.index(2 * buffer + CONSUMER).store(grad_scores)
+        grad_scores_tiles.index(2 * CONSUMER + buffer).store(grad_scores)
         fence_async_shared()
         thread_barrier()
         mbarrier.arrive(grad_scores_ready.index(buffer), count=1)
@@ -116,15 +175,15 @@ def _consumer(shared, pieces, scale, scale_log2, CONSUMER: gl.constexpr, CONFIG:
         logsumexps = logsumexp_ring.index(next_slot).reshape([ROWS]).load(query_layout)
         mbarrier.wait(grad_scores_ready.index(buffer), (use // 2) & 1)
         grad_query = warpgroup_mma(
-            grad_scores_tiles.index(2 * buffer).permute([1, 0]),
-            key_tiles.index(zero).slice(CONSUMER * HALF, HALF, 1),
+            grad_scores_tiles.index(buffer).permute([1, 0]),
+            key_tiles.index(first_keys).slice(CONSUMER * HALF, HALF, 1),
             half_zeros,
             use_acc=False,
             is_async=True,
         )
         grad_query = warpgroup_mma(
-            grad_scores_tiles.index(2 * buffer + 1).permute([1, 0]),
-            key_tiles.index(zero + 1).slice(CONSUMER * HALF, HALF, 1),
+            grad_scores_tiles.index(2 + buffer).permute([1, 0]),
+            key_tiles.index(first_keys + 1).slice(CONSUMER * HALF, HALF, 1),
             grad_query,
             is_async=True,
         )
@@ -132,12 +191,12 @@ def _consumer(shared, pieces, scale, scale_log2, CONSUMER: gl.constexpr, CONFIG:
         # Products finish in the order of their issue: one outstanding means that dQ is there.
         grad_value_sum, grad_query = warpgroup_mma_wait(1, [grad_value_sum, grad_query])
         if CONFIG.ordered:
-            tiles.wait_for_turn(turn, use)
+            tiles.wait_for_turn(barriers.turn, use)
         tiles.add_grad_query(sums + tiles.grad_query_offset(visit, first_tile, shape, CONFIG), grad_query)
         # Not before dQ has left: S^T takes its registers.
         next_query = tiles.tile_of(visit + 1, first_tile, shape, CONFIG) * ROWS
         scores = warpgroup_mma(
-            key_tiles.index(zero + CONSUMER),
+            key_tiles.index(first_keys + CONSUMER),
             query_ring.index(next_slot).permute([1, 0]),
             tiles.scores_start(logsumexps, scale_log2, next_query, first_key, shape, CONFIG),
             is_async=True,
@@ -145,19 +204,27 @@ def _consumer(shared, pieces, scale, scale_log2, CONSUMER: gl.constexpr, CONFIG:
         grad_key_sum, scores = warpgroup_mma_wait(0, [grad_key_sum, scores])
         mbarrier.arrive(tile_free.index(slot), count=1)
 
-    if tiles.is_piece(schedule, gl.program_id(0), CONFIG):
-        share = tiles.pieces_of(pieces, schedule, gl.program_id(0), NUM_TILES=2, CONFIG=CONFIG)
-        share += CONSUMER * ROWS * HEAD_DIM
+    if tiles.is_piece(schedule, work, CONFIG):
+        share = tiles.pieces_of(pieces, schedule, work, NUM_TILES=2, CONFIG=CONFIG) + CONSUMER * ROWS * HEAD_DIM
         tiles.store_piece(share, grad_key_sum * scale)
         tiles.store_piece(share + 2 * ROWS * HEAD_DIM, grad_value_sum)  # Behind dK of the item's 128 keys.
     else:
-        # Only this warpgroup reads its values, so they make room for dV. The producer stores the results, because it
-        # has registers to spare for the coordinates.
-        value_tiles.index(CONSUMER).store(grad_value_sum.to(dtype))
-        buffers.grad_key_tiles.index(CONSUMER).store((grad_key_sum * scale).to(dtype))
+        # dK takes the place of the keys, dV of two tiles of dS^T, when the other warpgroup has read them, too.
+        grad_key_tile = key_tiles.index(2 * keys_slot + CONSUMER)
+        layout: gl.constexpr = key_tiles.layout
+        grad_value_tile = grad_scores_tiles._reinterpret(dtype, [2, ROWS, HEAD_DIM], layout).index(CONSUMER)
+        last_use = first_use + end - first - 1
+        mbarrier.wait(tile_free.index(last_use % STAGES), (last_use // STAGES) & 1, pred=first < end)
+        grad_key_tile.store((grad_key_sum * scale).to(dtype))
+        grad_value_tile.store(grad_value_sum.to(dtype))
         fence_async_shared()
         thread_barrier()
-        mbarrier.arrive(results_ready.index(CONSUMER), count=1)
+        # Read once more, not kept: for want of registers.
+        item = tiles.read_item(schedule, work, shape, 2 * ROWS, CONFIG)
+        batch = item.key_sequence // shape.num_key_heads
+        key_head = item.key_sequence % shape.num_key_heads
+        tma_store(tensors.grad_key, [batch, key_head, item.first_key + CONSUMER * ROWS, 0], grad_key_tile)
+        tma_store(tensors.grad_value, [batch, key_head, item.first_key + CONSUMER * ROWS, 0], grad_value_tile)
 
 
 @gluon.jit(do_not_specialize=Shape._fields)
@@ -178,24 +245,23 @@ def backward_kernel(
     layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)  # Swizzled by 128 bytes; 16 bits, two dimensions.
     statistics_layout: gl.constexpr = gl.NVMMASharedLayout(0, 32, 2)  # Not swizzled; 32 bits.
     buffers = Buffers(
-        key_tiles=gl.allocate_shared_memory(dtype, [2, ROWS, HEAD_DIM], layout),
+        key_tiles=gl.allocate_shared_memory(dtype, [4, ROWS, HEAD_DIM], layout),  # Two slots of 128 keys.
         value_tiles=gl.allocate_shared_memory(dtype, [2, ROWS, HEAD_DIM], layout),
         query_ring=gl.allocate_shared_memory(dtype, [STAGES, ROWS, HEAD_DIM], layout),
         grad_out_ring=gl.allocate_shared_memory(dtype, [STAGES, ROWS, HEAD_DIM], layout),
-        # Two buffers of two warpgroups' tiles.
+        # Two tiles of each warpgroup.
         grad_scores_tiles=gl.allocate_shared_memory(dtype, [4, ROWS, ROWS], layout),
-        grad_key_tiles=gl.allocate_shared_memory(dtype, [2, ROWS, HEAD_DIM], layout),
         logsumexp_ring=gl.allocate_shared_memory(gl.float32, [STAGES, 1, ROWS], statistics_layout),
         delta_ring=gl.allocate_shared_memory(gl.float32, [STAGES, 1, ROWS], statistics_layout),
     )
     barriers = Barriers(  # Of each kind how many there are, and how many arrivals end a phase.
-        key_ready=new_barriers(1, 1),
+        key_ready=new_barriers(2, 1),
         value_ready=new_barriers(1, 1),
+        keys_free=new_barriers(2, 2),
         query_ready=new_barriers(STAGES, 1),
         grad_out_ready=new_barriers(STAGES, 1),
         tile_free=new_barriers(STAGES, 2),
         grad_scores_ready=new_barriers(2, 2),
-        results_ready=new_barriers(2, 1),
         turn=new_barriers(TURNS, 1),
     )
     fence_async_shared()

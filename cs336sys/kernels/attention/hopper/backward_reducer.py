@@ -54,19 +54,8 @@ Barriers = namedtuple(
 
 
 @gluon.jit
-def _rows_of_program(schedule, CONFIG: gl.constexpr):
-    """Return (first, end) of this program's rows of the schedule: of the items and pieces that it works through."""
-    first = gl.program_id(0)
-    count = 1
-    if not CONFIG.ordered:  # Else each program has one row.
-        count = gl.load(schedule + gl.program_id(0) * 2)
-        first = gl.load(schedule + gl.program_id(0) * 2 + 1)
-    return first, first + count
-
-
-@gluon.jit
 def _producer(shared, turns, CONFIG: gl.constexpr):
-    first_work, end_work = _rows_of_program(shared.schedule, CONFIG)
+    first_work, end_work = tiles.rows_of_program(shared.schedule, CONFIG)
     first_use = 0
     for work in range(first_work, end_work):
         round = work - first_work
@@ -75,14 +64,15 @@ def _producer(shared, turns, CONFIG: gl.constexpr):
         tiles.load_keys(shared, item, round % 2, TILES=2)
         if work == first_work:  # The kernel before wrote the statistics that come next.
             change_kernels()
+        visits = item.first_visit, item.end_visit + (CONFIG.stages if CONFIG.ordered else 0)
         # The reducer, which adds to dQ, ends turns itself.
-        tiles.load_queries(shared, turns, item, first_use, TILES=2, ENDS_TURNS=False, CONFIG=CONFIG)
+        tiles.load_queries(shared, turns, item, first_use, visits, TILES=2, ENDS_TURNS=False, CONFIG=CONFIG)
         first_use += item.end_visit - item.first_visit
 
 
 @gluon.jit
 def _consumer(shared, pieces, scale, scale_log2, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
-    first_work, end_work = _rows_of_program(shared.schedule, CONFIG)
+    first_work, end_work = tiles.rows_of_program(shared.schedule, CONFIG)
     first_use = 0
     for work in range(first_work, end_work):
         item = tiles.read_item(shared.schedule, work, shared.shape, 2 * ROWS, CONFIG)
@@ -201,7 +191,7 @@ def _reducer(shared, turns, CONFIG: gl.constexpr):
     HEAD_DIM: gl.constexpr = CONFIG.head_dim
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])  # wgmma: 4 warps of 16 rows.
     zeros = gl.zeros([ROWS, HEAD_DIM], gl.float32, layout)
-    first_work, end_work = _rows_of_program(schedule, CONFIG)
+    first_work, end_work = tiles.rows_of_program(schedule, CONFIG)
     first_use = 0
     for work in range(first_work, end_work):
         _, key_sequence, first_tile, first, end = tiles.read_item(schedule, work, shape, 2 * ROWS, CONFIG)

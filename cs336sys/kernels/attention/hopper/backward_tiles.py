@@ -11,7 +11,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma
 
 from cs336sys.kernels.attention.hopper import schedule as schedule_arithmetic
-from cs336sys.kernels.attention.hopper.gluon import CAUSAL, WINDOW, change_kernels, store_wait, tma_load, tma_store
+from cs336sys.kernels.attention.hopper.gluon import CAUSAL, WINDOW, tma_load
 
 # The keys of one warpgroup, which are the rows of its matrix instructions, and the queries of a tile.
 ROWS = gl.constexpr(64)
@@ -75,6 +75,17 @@ def read_item(schedule, work, shape, KEY_ROWS: gl.constexpr, CONFIG: gl.constexp
         num_pieces = gl.load(schedule + work * 2) % 256
         first, end = _piece_visits(first, end, piece_number(schedule, work) % num_pieces, num_pieces)
     return Item(first_key, gl.load(entry + 1), first_tile, first, max(first, end))  # No query sees the keys: 0 visits.
+
+
+@gluon.jit
+def rows_of_program(schedule, CONFIG: gl.constexpr):
+    """Return (first, end) of this program's rows of the schedule: of the items and pieces that it works through."""
+    first = gl.program_id(0)
+    count = 1
+    if not CONFIG.ordered:  # Else each program has one row.
+        count = gl.load(schedule + gl.program_id(0) * 2)
+        first = gl.load(schedule + gl.program_id(0) * 2 + 1)
+    return first, first + count
 
 
 @gluon.jit
@@ -147,50 +158,32 @@ def is_piece(schedule, work, CONFIG: gl.constexpr):
 
 
 @gluon.jit
-def produce(shared, turns, grad_key_tiles, TILES: gl.constexpr, CONFIG: gl.constexpr):
-    """Load keys and values of TILES times 64 keys once, then every tile of queries that sees them, and store dK and dV.
-
-    Consumers leave dV where the values were, and dK in ``grad_key_tiles``; who releases the queries of a tile has added
-    to its dQ.
-    """
-    tensors, buffers, barriers, schedule, shape = shared
-    item = read_item(schedule, gl.program_id(0), shape, TILES * ROWS, CONFIG)
-    load_keys(shared, item, slot=0, TILES=TILES)
-    change_kernels()  # What follows was written by the kernel before.
-    load_queries(shared, turns, item, first_use=0, TILES=TILES, ENDS_TURNS=True, CONFIG=CONFIG)
-    if not is_piece(schedule, gl.program_id(0), CONFIG):
-        batch = item.key_sequence // shape.num_key_heads
-        key_head = item.key_sequence % shape.num_key_heads
-        for tile in gl.static_range(TILES):
-            mbarrier.wait(barriers.results_ready.index(tile), 0)
-            row = item.first_key + tile * ROWS
-            tma_store(tensors.grad_key, [batch, key_head, row, 0], grad_key_tiles.index(tile))
-            tma_store(tensors.grad_value, [batch, key_head, row, 0], buffers.value_tiles.index(tile))
-        store_wait(0)
-
-
-@gluon.jit
 def load_keys(shared, item, slot, TILES: gl.constexpr):
     """Load keys and values of an item, TILES times 64, into a slot of their rings."""
     tensors, buffers, barriers, _, shape = shared
-    batch = item.key_sequence // shape.num_key_heads
-    key_head = item.key_sequence % shape.num_key_heads
-    key_ready, value_ready = barriers.key_ready.index(slot), barriers.value_ready.index(slot)
-    mbarrier.expect(key_ready, TILES * tensors.key.block_type.nbytes)
-    mbarrier.expect(value_ready, TILES * tensors.value.block_type.nbytes)
-    for tile in gl.static_range(TILES):
-        row = item.first_key + tile * ROWS
-        tma_load(tensors.key, [batch, key_head, row, 0], key_ready, buffers.key_tiles.index(TILES * slot + tile))
-    for tile in gl.static_range(TILES):
-        row = item.first_key + tile * ROWS
-        tma_load(tensors.value, [batch, key_head, row, 0], value_ready, buffers.value_tiles.index(TILES * slot + tile))
+    load_rows(tensors.key, buffers.key_tiles, barriers.key_ready, slot, item, shape, TILES)
+    load_rows(tensors.value, buffers.value_tiles, barriers.value_ready, slot, item, shape, TILES)
 
 
 @gluon.jit
-def load_queries(shared, turns, item, first_use, TILES: gl.constexpr, ENDS_TURNS: gl.constexpr, CONFIG: gl.constexpr):
-    """Load every tile of queries that sees an item's keys, the first of which is use ``first_use`` of the rings.
+def load_rows(tensor, ring, ready, slot, item, shape, TILES: gl.constexpr):
+    """Load the rows of an item's keys of ``tensor``, TILES times 64, into a slot of its ring."""
+    batch = item.key_sequence // shape.num_key_heads
+    key_head = item.key_sequence % shape.num_key_heads
+    mbarrier.expect(ready.index(slot), TILES * tensor.block_type.nbytes)
+    for tile in gl.static_range(TILES):
+        row = item.first_key + tile * ROWS
+        tma_load(tensor, [batch, key_head, row, 0], ready.index(slot), ring.index(TILES * slot + tile))
 
-    Ordered: see ``pass_turns``. If TILES is 1 (wide), consumers release queries later than gradients of the output.
+
+@gluon.jit
+def load_queries(
+    shared, turns, item, first_use, visits, TILES: gl.constexpr, ENDS_TURNS: gl.constexpr, CONFIG: gl.constexpr
+):
+    """Load the tiles of queries of an item's visits from ``visits[0]`` to before ``visits[1]``.
+
+    ``first_use``: what use of the rings the item's first visit is. Ordered: see ``pass_turns``; there are STAGES visits
+    more, which load nothing. If TILES is 1 (wide), consumers release queries later than gradients of the output.
     """
     tensors, buffers, barriers, _, shape = shared
     query, _, _, grad_out, statistics, _, _, _ = tensors
@@ -207,7 +200,7 @@ def load_queries(shared, turns, item, first_use, TILES: gl.constexpr, ENDS_TURNS
     first_of_group = first_sequence(key_sequence, shape, CONFIG)
     first_head = first_sequence(key_head, shape, CONFIG)  # Of the group: heads are numbered as sequences are.
     turns += first_of_group * shape.padded_queries
-    for visit in range(first, end + (STAGES if CONFIG.ordered else 0)):
+    for visit in range(visits[0], visits[1]):
         use = first_use + visit - first
         slot = use % STAGES
         first_query = tile_of(visit, first_tile, shape, CONFIG) * ROWS

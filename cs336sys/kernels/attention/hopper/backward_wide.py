@@ -32,7 +32,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from cs336sys.kernels.attention.hopper import backward_tiles as tiles
 from cs336sys.kernels.attention.hopper.backward_tiles import FIRST, ROWS, SECOND, TURNS, Shape, Shared, Tensors
-from cs336sys.kernels.attention.hopper.gluon import new_barriers, thread_barrier
+from cs336sys.kernels.attention.hopper.gluon import change_kernels, new_barriers, store_wait, thread_barrier, tma_store
 
 HALF_ROWS = gl.constexpr(ROWS.value // 2)  # The queries of a tile for which one warpgroup computes scores.
 
@@ -49,8 +49,21 @@ Barriers = namedtuple(
 
 @gluon.jit
 def _producer(shared, turns, CONFIG: gl.constexpr):
-    # dK is left where the keys were.
-    tiles.produce(shared, turns, shared.buffers.key_tiles, TILES=1, CONFIG=CONFIG)
+    """Load keys and values once, then every tile of queries that sees them, and store dK and dV."""
+    tensors, buffers, barriers, schedule, shape = shared
+    item = tiles.read_item(schedule, gl.program_id(0), shape, ROWS, CONFIG)
+    tiles.load_keys(shared, item, slot=0, TILES=1)
+    change_kernels()  # What follows was written by the kernel before.
+    visits = item.first_visit, item.end_visit + (CONFIG.stages if CONFIG.ordered else 0)
+    tiles.load_queries(shared, turns, item, 0, visits, TILES=1, ENDS_TURNS=True, CONFIG=CONFIG)
+    if not tiles.is_piece(schedule, gl.program_id(0), CONFIG):
+        batch = item.key_sequence // shape.num_key_heads
+        key_head = item.key_sequence % shape.num_key_heads
+        mbarrier.wait(barriers.results_ready.index(0), 0)
+        # Consumers left dK where the keys were, and dV where the values were.
+        tma_store(tensors.grad_key, [batch, key_head, item.first_key, 0], buffers.key_tiles.index(0))
+        tma_store(tensors.grad_value, [batch, key_head, item.first_key, 0], buffers.value_tiles.index(0))
+        store_wait(0)
 
 
 @gluon.jit

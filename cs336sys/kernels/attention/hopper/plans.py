@@ -189,10 +189,10 @@ class HopperBackwardPlan(BackwardPlan):
         self._num_whole, self._num_pieces = self._cut(items)
         self._num_cut = len(items) - self._num_whole
         num_programs = self._num_whole + self._num_cut * self._num_pieces
-        # A program of the reducer loads its next item while it ends one: one on each multiprocessor computes them all.
-        # In turns, and in the other kernels, each program has one item.
+        # A program loads its next item while it ends one: one on each multiprocessor computes them all. In turns, and
+        # where shared memory has no room for two items' keys, each program has one item.
         shared_by = 0
-        if settings.kernel == "reducer" and not self._takes_turns:
+        if settings.kernel != "wide" and not self._takes_turns:
             num_programs = shared_by = min(num_programs, problem.num_multiprocessors)
         num_visits = self._num_visits()
         costs = [WHOLE_COST + visits for visits in num_visits]  # Of whole items, by tile, and then of pieces.
