@@ -35,8 +35,13 @@ class GatherOrder:
 
     def upcoming(self, count: int) -> list[ShardedUnit]:
         """Return the ``count`` units expected next, each once, without the one in use."""
-        others = (unit for unit in self._expected[self._next :] if unit != self._used[-1])
-        return list(dict.fromkeys(others))[:count]
+        units: dict[ShardedUnit, None] = {}
+        for unit in self._expected[self._next :]:
+            if len(units) == count:
+                break
+            if unit != self._used[-1]:
+                units[unit] = None
+        return list(units)
 
     def repeats(self) -> bool:
         """Return whether the unit in use is expected to be used again before any other."""
