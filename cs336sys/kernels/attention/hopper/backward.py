@@ -88,13 +88,13 @@ def _consumer(shared, pieces, scale, scale_log2, CONSUMER: gl.constexpr, CONFIG:
     for work in range(first_work, end_work):
         item = tiles.read_item(shared.schedule, work, shared.shape, 2 * ROWS, CONFIG)
         numbers = scale, scale_log2, work, work - first_work, first_use
-        _keys_gradients(shared, pieces, numbers, item, CONSUMER, CONFIG)
+        _item_gradients(shared, pieces, numbers, item, CONSUMER, CONFIG)
         first_use += item.end_visit - item.first_visit
     store_wait(0)  # TMA must have read shared memory before the program ends.
 
 
 @gluon.jit
-def _keys_gradients(shared, pieces, numbers, item, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
+def _item_gradients(shared, pieces, numbers, item, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
     """Compute dK and dV of a warpgroup's 64 keys of an item, and half of the columns of dQ for all of its 128 keys.
 
     ``numbers``: scale, scale_log2, the item's row of the schedule, how many items the program has had before, and how
