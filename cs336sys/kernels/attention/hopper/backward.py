@@ -67,7 +67,7 @@ def _producer(shared, turns, CONFIG: gl.constexpr):
         slot = round % 2
         item = tiles.read_item(schedule, work, shape, 2 * ROWS, CONFIG)
         mbarrier.wait(barriers.keys_free.index(slot), ((round - 1) // 2) & 1, pred=round > 0)
-        tiles.load_rows(tensors.key, buffers.key_tiles, barriers.key_ready, slot, item, shape, TILES=2)
+        tiles.load_operand(tensors.key, buffers.key_tiles, barriers.key_ready, slot, item, shape, TILES=2)
         if round == 0:  # The kernel before wrote the statistics that come next.
             change_kernels()
         _, _, _, first, end = item
@@ -75,7 +75,7 @@ def _producer(shared, turns, CONFIG: gl.constexpr):
         tiles.load_queries(shared, turns, item, first_use, (first, second), TILES=2, ENDS_TURNS=True, CONFIG=CONFIG)
         last_use = max(first_use, 1) - 1  # Of the item before.
         mbarrier.wait(barriers.tile_free.index(last_use % STAGES), (last_use // STAGES) & 1, pred=first_use > 0)
-        tiles.load_rows(tensors.value, buffers.value_tiles, barriers.value_ready, 0, item, shape, TILES=2)
+        tiles.load_operand(tensors.value, buffers.value_tiles, barriers.value_ready, 0, item, shape, TILES=2)
         end_load = end + (STAGES if CONFIG.ordered else 0)
         tiles.load_queries(shared, turns, item, first_use, (second, end_load), TILES=2, ENDS_TURNS=True, CONFIG=CONFIG)
         first_use += end - first
@@ -102,8 +102,7 @@ def _item_gradients(shared, pieces, numbers, item, CONSUMER: gl.constexpr, CONFI
     """
     tensors, buffers, barriers, schedule, shape = shared
     key_tiles, value_tiles, query_ring, grad_out_ring, logsumexp_ring, delta_ring, grad_scores_tiles = buffers
-    query_ready, grad_out_ready, tile_free = barriers.query_ready, barriers.grad_out_ready, barriers.tile_free
-    grad_scores_ready = barriers.grad_scores_ready
+    _, _, _, query_ready, grad_out_ready, tile_free, grad_scores_ready, _ = barriers
     scale, scale_log2, work, round, first_use = numbers
     STAGES: gl.constexpr = CONFIG.stages
     HEAD_DIM: gl.constexpr = CONFIG.head_dim
@@ -211,8 +210,8 @@ def _item_gradients(shared, pieces, numbers, item, CONSUMER: gl.constexpr, CONFI
     else:
         # dK takes the place of the keys, dV of two tiles of dS^T, when the other warpgroup has read them, too.
         grad_key_tile = key_tiles.index(2 * keys_slot + CONSUMER)
-        layout: gl.constexpr = key_tiles.layout
-        grad_value_tile = grad_scores_tiles._reinterpret(dtype, [2, ROWS, HEAD_DIM], layout).index(CONSUMER)
+        grad_value_tiles = grad_scores_tiles._reinterpret(dtype, [2, ROWS, HEAD_DIM], key_tiles.layout)
+        grad_value_tile = grad_value_tiles.index(CONSUMER)
         last_use = first_use + end - first - 1
         mbarrier.wait(tile_free.index(last_use % STAGES), (last_use // STAGES) & 1, pred=first < end)
         grad_key_tile.store((grad_key_sum * scale).to(dtype))

@@ -161,12 +161,12 @@ def is_piece(schedule, work, CONFIG: gl.constexpr):
 def load_keys(shared, item, slot, TILES: gl.constexpr):
     """Load keys and values of an item, TILES times 64, into a slot of their rings."""
     tensors, buffers, barriers, _, shape = shared
-    load_rows(tensors.key, buffers.key_tiles, barriers.key_ready, slot, item, shape, TILES)
-    load_rows(tensors.value, buffers.value_tiles, barriers.value_ready, slot, item, shape, TILES)
+    load_operand(tensors.key, buffers.key_tiles, barriers.key_ready, slot, item, shape, TILES)
+    load_operand(tensors.value, buffers.value_tiles, barriers.value_ready, slot, item, shape, TILES)
 
 
 @gluon.jit
-def load_rows(tensor, ring, ready, slot, item, shape, TILES: gl.constexpr):
+def load_operand(tensor, ring, ready, slot, item, shape, TILES: gl.constexpr):
     """Load the rows of an item's keys of ``tensor``, TILES times 64, into a slot of its ring."""
     batch = item.key_sequence // shape.num_key_heads
     key_head = item.key_sequence % shape.num_key_heads
