@@ -40,6 +40,14 @@ def only_rank():
     dist.destroy_process_group()
 
 
+def sent(call, dtype="float32"):
+    """Return how many elements of this dtype each collective of a call has."""
+    watcher = CollectiveWatcher([], is_late=False)
+    with watcher:
+        call()
+    return [launch.elements for launch in watcher.launches if launch.dtype == dtype]
+
+
 class Takes(nn.Module):
     """A unit that keeps the dtypes of its inputs, changes one of them in place, and what two others hold."""
 
@@ -260,14 +268,9 @@ class PartlyUsed(nn.Module):
 def test_gradients_left_in_a_nested_pass_are_sent_in_the_order_in_which_modules_began(order):
     """Whichever is finished first, which may differ between ranks. One gradient of the first never comes."""
     modules = {"a": BucketedDDP(nn.Linear(2, 3), None), "b": BucketedDDP(PartlyUsed(4), None)}
-    watcher = CollectiveWatcher([], is_late=False)
     x = torch.ones(1, 2, requires_grad=True)
     checkpoint(lambda x: modules["b"](modules["a"](x)), x, use_reentrant=True).sum().backward()
-    with watcher:
-        for name in order:
-            modules[name].finish_gradient_synchronization()
-    sent = [launch.elements for launch in watcher.launches if launch.dtype == "float32"]
-    assert sent == [8, 9]
+    assert sent(lambda: [modules[name].finish_gradient_synchronization() for name in order]) == [8, 9]
 
 
 class Breaks(torch.autograd.Function):
@@ -373,21 +376,36 @@ def test_state_dicts_of_torchs_wrappers_are_loaded_with_their_versions():
 def test_updated_parameters_are_sent_when_they_are_asked_for():
     weight = nn.Parameter(torch.ones(64))
     optimizer = ShardedOptimizer([weight], torch.optim.SGD, lr=0.5, flat=True)
-    sent = []
-    for is_deferred in (False, True):
-        if is_deferred:
-            optimizer.defer_exchange()
+    for expected in ([[64], []], [[], [64]]):
         weight.square().sum().backward()
         optimizer.finish_gradient_synchronization()
-        for call in (optimizer.step, optimizer.start_exchange):
-            watcher = CollectiveWatcher([], is_late=False)
-            with watcher:
-                call()
-            sent.append([launch.elements for launch in watcher.launches if launch.dtype == "float32"])
+        assert [sent(optimizer.step), sent(optimizer.start_exchange)] == expected
         optimizer.zero_grad()
-    assert sent == [[64], [], [], [64]]
+        optimizer.defer_exchange()
     optimizer.wait_for_parameters()
     assert weight.tolist() == [0] * 64
+
+
+@pytest.mark.parametrize("is_captured", [False, True])
+def test_only_gradients_under_way_are_averaged_before_they_are_dropped(monkeypatch, is_captured):
+    """Complete ones, and those that the last step has used, are dropped at once; a capture must find a pass."""
+    monkeypatch.setattr(slices, "is_stream_captured", lambda: is_captured)
+    weights = [nn.Parameter(torch.ones(64)) for _ in range(2)]
+    optimizer = ShardedOptimizer(weights, torch.optim.SGD, lr=0.5, flat=True)
+
+    def facts_asked_for_after(*calls):
+        for call in calls:
+            call()
+        return sent(optimizer.zero_grad, "uint8")
+
+    def backward():
+        weights[0].square().sum().backward()
+
+    assert facts_asked_for_after() == ([] if is_captured else [2])
+    assert facts_asked_for_after(backward) == [2]
+    assert facts_asked_for_after(backward, lambda: optimizer.clip_grad_norm_(1.0)) == []
+    assert facts_asked_for_after(backward, optimizer.step, backward) == []
+    assert facts_asked_for_after(backward) == [2]
 
 
 def test_modules_of_a_part_that_is_never_called_wait_for_their_parameters(monkeypatch):
