@@ -292,25 +292,36 @@ class Breaks(torch.autograd.Function):
 class Breaking(nn.Module):
     def __init__(self):
         super().__init__()
-        self.first, self.last = nn.Linear(2, 2), nn.Linear(2, 2)
+        self.first, self.second, self.last = nn.Linear(2, 2), nn.Linear(2, 3), nn.Linear(3, 2)
 
     def forward(self, x):
-        return self.last(Breaks.apply(self.first(x)))
+        return self.last(self.second(Breaks.apply(self.first(x))))
 
 
-def test_a_step_ends_though_its_backward_pass_has_failed(monkeypatch):
-    """And leaves no gradient of what was computed before the failure, nor gathered weights."""
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_step_ends_though_its_backward_pass_has_failed(monkeypatch, ends):
+    """And leaves no gradient of what was computed before the failure, nor gathered weights: it may also begin anew."""
     wrapped, plain = FSDP(Breaking()), Breaking()
     plain.load_state_dict(wrapped.gather_full_params())
-    loss = wrapped(torch.ones(1, 2)).sum()
-    with pytest.raises(ArithmeticError, match="broken"):
-        loss.backward()
-    wrapped.finish_gradient_synchronization()
-    assert all(parameter.grad is None for parameter in wrapped.parameters())
-    assert not any(unit.is_gathered for unit in wrapped.units)
+
+    def backward():
+        outputs.pop().sum().backward()
+
+    outputs, forward = [], lambda: outputs.append(wrapped(torch.ones(1, 2)))
+    for _ in range(2):
+        forward()
+        with pytest.raises(ArithmeticError, match="broken"):
+            backward()
+        if ends:
+            wrapped.finish_gradient_synchronization()
+            assert all(parameter.grad is None for parameter in wrapped.parameters())
+            assert not any(unit.is_gathered for unit in wrapped.units)
     monkeypatch.setattr(Breaks, "is_on", False)
-    for module in (wrapped, plain):
-        module(torch.ones(1, 2)).sum().backward()
+    # Bytes of weights and biases: each unit is gathered with the next, and the last two stay for the backward pass.
+    assert sent(forward, "uint8") == [16, 8, 24, 12, 24, 8, 24, 12]
+    assert [unit.is_gathered for unit in wrapped.units] == [False, True, True]
+    assert sent(backward, "uint8") == [16, 8]
+    plain(torch.ones(1, 2)).sum().backward()
     wrapped.finish_gradient_synchronization()
     for name, (_, cut) in wrapped.held_parameters().items():
         torch.testing.assert_close(cut.shard.grad.view_as(plain.get_parameter(name)), plain.get_parameter(name).grad)
