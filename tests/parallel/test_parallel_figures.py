@@ -21,6 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import given
+from small_models import PlainBlocks
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from written_figures import outcome, read_figures, rows_of, write_figures
@@ -51,6 +52,7 @@ from cs336sys.parallel.sharded_optimizer import groups as parameter_groups
 from cs336sys.parallel.tensor_parallel import TensorParallel, trial, weights
 from cs336sys.parallel.tensor_parallel import checkpoint as tensor_checkpoint
 from cs336sys.parallel.tensor_parallel.layers import COMPILE_OPTIONS, TensorGroup, vocabulary_parallel_cross_entropy
+from cs336sys.parity.collectives import CollectiveWatcher
 
 PATH = Path(__file__).with_name("figures.txt")
 CPU = torch.device("cpu")
@@ -394,6 +396,56 @@ def clipped(norm_type, groups=(None,), dtype=F32, value=3.0, dtypes=(F32,), **se
             norm = str(error)
     left = [round(number, 5) for tensor in (slices[0], whole[0]) for number in tensor.grad.tolist()]
     return (str(norm.dtype), round(norm.item(), 5), left) if isinstance(norm, torch.Tensor) else (norm, left)
+
+
+def sent(function):
+    """Return kind, elements and dtype of each collective of a function, then its refusal."""
+    watcher, dtypes = CollectiveWatcher([], is_late=False), {"float32": "", "uint8": "B", "int64": "I"}
+    with watcher:
+        refusal = outcome(function)
+    rows = []
+    for launched in watcher.launches:
+        kind = launched.name.strip("_").partition("_")[0]  # What follows depends on the version of torch.
+        rows.append(f"{kind} {launched.elements}{dtypes.get(launched.dtype, launched.dtype)}")
+    return [*rows, refusal] if isinstance(refusal, str) else rows
+
+
+def ring(length):
+    """Train on this rank's slice of a sequence."""
+    context = ContextGroup(SequenceSplit(length, dist.get_world_size()))
+    parts = [torch.ones(1, 1, context.length, 2, requires_grad=True) for _ in range(3)]
+    RingAttention(context, PlainBlocks())(*parts).sum().backward()
+
+
+def sent_in(program, wrap, module=None):
+    """Return what rank 1 of 3 sends in each call of a program, and which units of FSDP are gathered after it."""
+    outputs, rows = [], []
+
+    def forward():
+        outputs.append(run(torch.ones(1, 4)))
+
+    def backward():
+        outputs.pop().sum().backward()
+
+    def accumulate():
+        with wrapped.no_sync():
+            forward()
+            backward()
+
+    def evaluate():
+        with torch.no_grad():
+            run(torch.ones(1, 4))
+
+    module = module or nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6), *(nn.Linear(6, rows) for rows in (6, 6, 2)))
+    with fake_rank(1, 3):
+        wrapped = wrap(module)
+        run = module if isinstance(wrapped, ShardedOptimizer) else wrapped
+        optimizer = wrapped if run is module else torch.optim.SGD(wrapped.parameters(), 0.1)
+        named = {"forward": forward, "backward": backward, "accumulate": accumulate, "evaluate": evaluate}
+        for name in program.split():
+            call = named.get(name) or getattr(wrapped, name, None) or getattr(optimizer, name)
+            rows.append((name, *sent(call), "".join(".#"[unit.is_gathered] for unit in getattr(wrapped, "units", ()))))
+    return rows
 
 
 def lists(state):

@@ -88,6 +88,15 @@ def test_run_returns_what_ranks_returned_and_leaves_nothing(real_processes, temp
     assert children() == before
 
 
+def test_ranks_may_end_in_their_own_time_up_to_a_limit(tmp_path, monkeypatch):
+    launch.run(launch_ranks.touch_at_exit, tmp_path, 0.2, world_size=2, backend="gloo")
+    assert {path.name for path in tmp_path.iterdir()} >= {"0", "1"}
+    monkeypatch.setattr(spawned, "_EXIT_TIMEOUT_S", 0.2)
+    with launch.start(1, backend="gloo") as ranks:
+        ranks.run(launch_ranks.touch_at_exit, tmp_path, OUTLASTS_THE_TEST_S)
+    assert not ranks.alive
+
+
 def test_function_that_cannot_be_sent_is_refused_and_the_ranks_live_on(pair):
     with pytest.raises(UsageError, match="top level of a module"):
         pair.run(lambda: None)
