@@ -227,6 +227,28 @@ def test_a_unit_stays_gathered_while_views_of_its_weights_are_used():
         torch.testing.assert_close(parameter.grad, plain.get_parameter(name).grad)
 
 
+class ReturnsRow(nn.Linear):
+    def forward(self, x):
+        return self.weight[0]
+
+
+def test_a_unit_that_returns_a_view_of_a_weight_is_freed():
+    """Only ranks that come there would keep it."""
+    wrapped = FSDP(nn.Sequential(ReturnsRow(2, 3), nn.Linear(2, 2)))
+    wrapped(torch.ones(2))
+    assert not wrapped.units[0].is_gathered
+
+
+def test_what_was_compiled_is_called():
+    block, calls = nn.Linear(2, 2), []
+    block._compiled_call_impl = lambda *args: calls.append("compiled") or block._call_impl(*args)
+    wrapped = FSDP(nn.Sequential(block))
+    for _ in range(2):
+        wrapped(torch.ones(1, 2))
+        wrapped.refresh()
+    assert calls == ["compiled"] * 2
+
+
 class ByHand(nn.Module):
     clears = False
 
@@ -393,8 +415,29 @@ def test_updated_parameters_are_sent_when_they_are_asked_for():
         assert [sent(optimizer.step), sent(optimizer.start_exchange)] == expected
         optimizer.zero_grad()
         optimizer.defer_exchange()
+    weight.sum().backward()
+    optimizer.step()
+    assert sent(optimizer.wait_for_parameters) == [64]
+    assert weight.tolist() == [-0.5] * 64
+
+
+def test_gradients_of_passes_before_the_last_step_was_dropped_stay_apart():
+    """Autograd leaves two in one memory, to which the second pass adds in place."""
+    first, second, other = weights = [nn.Parameter(torch.zeros(64)) for _ in range(3)]
+    optimizer = ShardedOptimizer(weights, torch.optim.SGD, lr=1.0, flat=True)
+
+    def loss():
+        return ((first.view(8, 8) + second.view(8, 8)) * torch.ones(8, 8)).sum()
+
+    (loss() + other.sum()).backward()
+    optimizer.step()
+    nn.ParameterList([first, second]).zero_grad()
+    for _ in range(2):
+        loss().backward()
+    nn.ParameterList([other]).zero_grad()
+    optimizer.step()
     optimizer.wait_for_parameters()
-    assert weight.tolist() == [0] * 64
+    assert [weight[0].item() for weight in weights] == [-3, -3, -1]
 
 
 @pytest.mark.parametrize("is_captured", [False, True])
@@ -440,6 +483,12 @@ def test_state_that_was_put_in_is_taken_up_in_slices_or_refused():
     frozen.requires_grad_(True)
     optimizer.refresh()
     assert [optimizer.state[parameter]["momentum_buffer"].shape for _, parameter in parameters] == [(64,), (64,)]
+    optimizer.state[weight] = {"momentum_buffer": torch.full((64,), 2.0)}
+    for _ in range(2):
+        weight.sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert weight[0, 0].item() == pytest.approx(1 - 0.5 * (2.8 + 3.52))
     weight.sum().backward()
     with pytest.raises(UsageError, match=r"^gradients are under way: call step\(\) or zero_grad\(\) first$"):
         optimizer.refresh()

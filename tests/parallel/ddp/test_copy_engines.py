@@ -92,10 +92,12 @@ def two_ranks(monkeypatch):
 
     class InThreads(CopyEngines):
         def _make_boxes(self, box_bytes, device):
+            self.channels = []
             rank = self._group.rank()
             self._boxes = [(here, other, self) for here, other in zip(boxes[rank], boxes[1 - rank], strict=True)]
 
         def barrier(self, channel):
+            self.channels.append(channel)
             meeting.wait()
 
     return [InThreads(Group(rank), 4096, torch.device("cpu")) for rank in range(2)]
@@ -134,6 +136,7 @@ def test_each_rank_averages_what_the_other_sent(two_ranks, monkeypatch):
     for engines in two_ranks:
         assert engines._copy_stream.awaited[-7:] == engines._averaged_events[:7]
         assert len(engines._copy_stream.awaited) == 14
+        assert engines.channels == 2 * [1, *10 * [0]]
         # What is sent was computed before, and what is averaged has arrived.
         assert len(engines._copy_stream.joined) == 20
         assert engines._average_stream.joined == [engines._copy_stream] * 20

@@ -256,7 +256,7 @@ def test_loading_runs_no_code(tmp_path, what, reason):
 
 
 class Hooked(nn.Sequential):
-    """Its state dict has other names than it has; with extra state, and statistics that differ between ranks."""
+    """Its state dict has other names than it has, and lacks a count; with extra state, and statistics that differ between ranks."""
 
     def __init__(self, seed, *, loads=True):
         torch.manual_seed(seed)
@@ -278,6 +278,7 @@ class Hooked(nn.Sequential):
 
 
 def rename(module, state, prefix, metadata):
+    del state[f"{prefix}2.num_batches_tracked"]
     for key in [key for key in state if key.startswith(prefix)]:
         state[f"{prefix}core.{key.removeprefix(prefix)}"] = state.pop(key)
 
