@@ -256,7 +256,7 @@ def test_loading_runs_no_code(tmp_path, what, reason):
 
 
 class Hooked(nn.Sequential):
-    """Its state dict has other names than it has, and lacks a count; with extra state, and statistics that differ between ranks."""
+    """Its state dict has other names, and lacks a count; with extra state, and statistics that differ between ranks."""
 
     def __init__(self, seed, *, loads=True):
         torch.manual_seed(seed)
