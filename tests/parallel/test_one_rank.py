@@ -12,14 +12,13 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from cs336sys.errors import UsageError
-from cs336sys.parallel import collectives, gradient_slices, rank_consistency
+from cs336sys.parallel import collectives, gradient_slices
 from cs336sys.parallel.ddp import BucketedDDP
 from cs336sys.parallel.fsdp import FSDP
 from cs336sys.parallel.fsdp.gather_order import GatherTiming, GatherWatch
-from cs336sys.parallel.fsdp.runner import tensors_in
 from cs336sys.parallel.gradient_slices import mark_partial
 from cs336sys.parallel.sharded_optimizer import ShardedOptimizer, exchange, slices
-from cs336sys.parallel.tensor_parallel import TensorParallel, layers
+from cs336sys.parallel.tensor_parallel import TensorParallel
 from cs336sys.parity.collectives import CollectiveWatcher
 from cs336sys.training.model import initialize_layer
 
@@ -152,18 +151,6 @@ def test_modules_on_the_meta_device_get_the_values_of_their_seed(wrap):
     torch.testing.assert_close(wrapped(tokens), expected(tokens))
 
 
-def test_the_last_units_stay_gathered():
-    gathered = {}
-    for keep_gathered in range(4):
-        wrapped = FSDP(nn.Sequential(*(nn.Linear(2, 2) for _ in range(3))), keep_gathered=keep_gathered)
-        wrapped(torch.ones(1, 2)).sum()
-        gathered[keep_gathered] = [unit.is_gathered for unit in wrapped.units]
-    assert gathered == {0: [False] * 3, 1: [False, True, True], 2: [True] * 3, 3: [True] * 3}
-    units = wrapped.units
-    wrapped.refresh()
-    assert not any(unit.is_gathered for unit in units)
-
-
 def test_on_a_gpu_weights_are_late_by_the_time_between_two_events():
     gpu, watch = mock.Mock(), GatherWatch()
     stream = gpu.Stream.return_value
@@ -178,16 +165,6 @@ def test_on_a_gpu_weights_are_late_by_the_time_between_two_events():
         *(mock.call.needed.record(), mock.call.unit.record_arrival(gpu.arrived, stream), mock.call.unit.use()),
         *(mock.call.needed.synchronize(), mock.call.arrived.synchronize(), mock.call.needed.elapsed_time(gpu.arrived)),
     ]
-
-
-def test_tokens_and_targets_are_compared_once_in_training_and_once_in_evaluation(monkeypatch):
-    compared = []
-    monkeypatch.setattr(layers, "require_same_lines", lambda lines, group: compared.append(lines[0].split()[0]))
-    calls = layers.FirstCalls(dist.group.WORLD.group_name)
-    for is_training in (True, True, False, False):
-        for kind in ("tokens", "targets"):
-            calls.compare(kind, torch.zeros(2), is_training)
-    assert compared == ["tokens", "targets"] * 2
 
 
 class Keeps(nn.Module):
@@ -382,17 +359,6 @@ def test_each_kind_of_slices_changes_what_torch_would_do_with_them(monkeypatch, 
     assert called == expected
 
 
-def test_lines_that_are_the_same_are_not_exchanged(monkeypatch):
-    """Their digests are enough."""
-    exchanged = []
-    monkeypatch.setattr(rank_consistency, "gather_objects", lambda lines, group: exchanged.append(lines) or [lines])
-    rank_consistency.require_same_lines(["a", "b"])
-    assert exchanged == []
-    monkeypatch.setattr(rank_consistency, "gather_numbers", lambda digest, group: torch.zeros_like(digest).view(1, -1))
-    rank_consistency.require_same_lines(["a", "b"])
-    assert exchanged == [["a", "b"]]
-
-
 def test_state_dicts_of_torchs_wrappers_are_loaded_with_their_versions():
     """Whose names begin with "module.", those of the metadata, too."""
     wrapped, seen = BucketedDDP(nn.Sequential(nn.BatchNorm1d(2)), None), []
@@ -404,21 +370,6 @@ def test_state_dicts_of_torchs_wrappers_are_loaded_with_their_versions():
     wrapped.load_state_dict(state)
     assert wrapped.module[0].weight.tolist() == [7, 7]
     assert [metadata["version"] for metadata in seen] == [2]
-
-
-def test_updated_parameters_are_sent_when_they_are_asked_for():
-    weight = nn.Parameter(torch.ones(64))
-    optimizer = ShardedOptimizer([weight], torch.optim.SGD, lr=0.5, flat=True)
-    for expected in ([[64], []], [[], [64]]):
-        weight.square().sum().backward()
-        optimizer.finish_gradient_synchronization()
-        assert [sent(optimizer.step), sent(optimizer.start_exchange)] == expected
-        optimizer.zero_grad()
-        optimizer.defer_exchange()
-    weight.sum().backward()
-    optimizer.step()
-    assert sent(optimizer.wait_for_parameters) == [64]
-    assert weight.tolist() == [-0.5] * 64
 
 
 def test_gradients_of_passes_before_the_last_step_was_dropped_stay_apart():
@@ -519,11 +470,6 @@ def test_a_parameter_that_is_put_into_a_group_twice_is_refused_when_it_is_taken_
     optimizer.param_groups[0]["params"].append(weight)
     with pytest.raises(UsageError, match=r"^parameter 0 is given twice: give a tied weight once$"):
         optimizer.refresh()
-
-
-def test_list_that_stands_twice_is_searched_once():
-    tensors = [torch.ones(1)]
-    assert tensors_in([tensors, {"again": tensors}]) == tensors
 
 
 def test_part_whose_gradients_another_wrapper_averages_cannot_be_added():

@@ -43,13 +43,14 @@ from cs336sys.parallel.context_parallel.group import ContextGroup
 from cs336sys.parallel.fsdp import FSDP, gather_order
 from cs336sys.parallel.fsdp.calls import cast_floating
 from cs336sys.parallel.fsdp.parameter import plan_sharding
+from cs336sys.parallel.fsdp.runner import tensors_in
 from cs336sys.parallel.ranks import launch
 from cs336sys.parallel.ranks.spawned import RankIdentity, join_process_group
 from cs336sys.parallel.safe_unpickle import require_plain
 from cs336sys.parallel.sharded_optimizer import ShardedOptimizer
 from cs336sys.parallel.sharded_optimizer import checkpoint as states
 from cs336sys.parallel.sharded_optimizer import groups as parameter_groups
-from cs336sys.parallel.tensor_parallel import TensorParallel, trial, weights
+from cs336sys.parallel.tensor_parallel import TensorParallel, layers, trial, weights
 from cs336sys.parallel.tensor_parallel import checkpoint as tensor_checkpoint
 from cs336sys.parallel.tensor_parallel.layers import COMPILE_OPTIONS, TensorGroup, vocabulary_parallel_cross_entropy
 from cs336sys.parity.collectives import CollectiveWatcher
@@ -330,10 +331,10 @@ def sendable(*tensors, moves=False):
         return outcome(rank_consistency.require_sendable, named, moves=moves)
 
 
-def tried_copy(layers, dtype):
+def tried_copy(blocks, dtype):
     """Return which layers the copy for a trial has, and their dtypes, scales and range of vectors."""
     model = nn.Module()
-    model.layers, model.head = nn.ModuleList(layers), nn.Linear(400, 100)
+    model.layers, model.head = nn.ModuleList(blocks), nn.Linear(400, 100)
     copied, numbers = trial._trial_of(model.to(dtype), None, CPU)
     scales = {name: round(weight.std().item(), 2) for name, weight in copied.named_parameters() if weight.dim() > 1}
     vectors = torch.cat([vector for vector in copied.parameters() if vector.dim() == 1])
@@ -411,13 +412,15 @@ def sent(function):
 
 
 def ring(length):
-    """Train on this rank's slice of a sequence."""
+    """Train twice on this rank's slice of a sequence."""
     context = ContextGroup(SequenceSplit(length, dist.get_world_size()))
     parts = [torch.ones(1, 1, context.length, 2, requires_grad=True) for _ in range(3)]
-    RingAttention(context, PlainBlocks())(*parts).sum().backward()
+    attention = RingAttention(context, PlainBlocks())
+    for _ in range(2):
+        attention(*parts).sum().backward()
 
 
-def sent_in(program, wrap, module=None):
+def sent_in(program, wrap):
     """Return what rank 1 of 3 sends in each call of a program, and which units of FSDP are gathered after it."""
     outputs, rows = [], []
 
@@ -436,7 +439,7 @@ def sent_in(program, wrap, module=None):
         with torch.no_grad():
             run(torch.ones(1, 4))
 
-    module = module or nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6), *(nn.Linear(6, rows) for rows in (6, 6, 2)))
+    module = nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6), *map(nn.Linear, (6, 5, 7), (5, 7, 2)))
     with fake_rank(1, 3):
         wrapped = wrap(module)
         run = module if isinstance(wrapped, ShardedOptimizer) else wrapped

@@ -326,6 +326,22 @@ def test_impossible_runs_are_refused_before_anything_starts(monkeypatch, tempora
     assert left_in(temporary_directory) == []
 
 
+def test_ranks_started_outside_go_on_after_a_refusal_alone(monkeypatch):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(launch, "_outside_stores", [dist.HashStore()])
+    with launch.start(1, backend="gloo") as ranks:
+        assert ranks.run(launch_ranks.process_id) == [os.getpid()]
+        for how, error_type in (("usage", UsageError), ("raise", ValueError)):
+            with pytest.raises(error_type) as caught:
+                ranks.run(launch_ranks.go_wrong, how)
+            assert caught.value.__notes__ == ["on rank 0 of 1"]
+            assert ranks.alive == (how == "usage")
+        ranks.alive = True
+    assert not ranks.alive
+    assert not dist.is_initialized()
+
+
 def test_ranks_started_outside_must_be_as_many_as_asked_for(monkeypatch):
     for name, value in {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}.items():
         monkeypatch.setenv(name, value)
@@ -417,36 +433,17 @@ class Asked:
         self.alive = False
 
 
-@pytest.fixture
-def machine(monkeypatch):
-    """A machine with no GPU; ``machine(2)`` has two."""
-
-    def describe(gpus=0):
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
-        monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-
-    describe()
+def test_ranks_are_kept_until_others_are_asked_for(monkeypatch):
     monkeypatch.setattr(launch, "SpawnedRanks", Asked)
     monkeypatch.setattr(launch, "use_private_caches", lambda: None)
     monkeypatch.setattr(launch, "_kept", {})
-    return describe
-
-
-def test_ranks_are_on_gpus_where_there_are_some(machine):
-    assert launch.start(3).arguments[:3] == (3, "gloo", 120.0)
-    machine(gpus=2)
-    assert launch.start(2, timeout_s=5.0).arguments[:3] == (2, "nccl", 5.0)
-    assert launch.start(3, backend="gloo").arguments[:3] == (3, "gloo", 120.0)
-
-
-def test_ranks_are_kept_until_others_are_asked_for(machine):
-    first = launch.kept(2)
+    first = launch.kept(2, backend="gloo")
     assert launch.kept(2, backend="gloo") is first
-    second = launch.kept(2, timeout_s=9.0)
+    second = launch.kept(2, backend="gloo", timeout_s=9.0)
     assert (first.alive, second.alive) == (False, True)
     assert second.arguments[:3] == (2, "gloo", 9.0)
     second.alive = False
-    third = launch.kept(2, timeout_s=9.0)
+    third = launch.kept(2, backend="gloo", timeout_s=9.0)
     assert third is not second
     assert third.alive
     launch.end_kept()
