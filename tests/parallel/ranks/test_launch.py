@@ -331,7 +331,7 @@ def test_ranks_started_outside_go_on_after_a_refusal_alone(monkeypatch):
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(launch, "_outside_stores", [dist.HashStore()])
     with launch.start(1, backend="gloo") as ranks:
-        assert ranks.run(launch_ranks.process_id) == [os.getpid()]
+        assert (ranks.alive, ranks.run(launch_ranks.process_id)) == (True, [os.getpid()])
         for how, error_type in (("usage", UsageError), ("raise", ValueError)):
             with pytest.raises(error_type) as caught:
                 ranks.run(launch_ranks.go_wrong, how)
