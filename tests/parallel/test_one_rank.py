@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cs336_basics.model import BasicsTransformerLM
+from launches import on_start, on_wait
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -105,6 +106,8 @@ def test_parameters_may_not_become_cut_or_replicated():
     wrapped.module[0].matrix = nn.Parameter(torch.eye(2))
     with pytest.raises(UsageError, match=r"^0\.bias was replicated when it was wrapped, and would be cut after "):
         wrapped.refresh()
+    with pytest.raises(UsageError, match=r"^0\.matrix is not what was wrapped: save and load between two steps"):
+        nn.ModuleList([wrapped]).load_state_dict({}, strict=False)
 
 
 def test_averages_under_way_are_waited_for_before_other_parameters_are_taken_up(monkeypatch):
@@ -427,6 +430,19 @@ def test_modules_of_a_part_that_is_never_called_wait_for_their_parameters(monkey
     del optimizer
 
 
+def test_updates_under_way_are_waited_for_before_master_copies_that_are_loaded_are_sent():
+    module, events = nn.Sequential(nn.Linear(8, 8)), []
+    settings = {"flat": True, "master_dtype": torch.float64, "module": module}
+    optimizer = ShardedOptimizer(module.parameters(), torch.optim.SGD, **settings)
+    module(torch.ones(1, 8)).sum().backward()
+    noted_starts = on_start(lambda _, start: events.append("start") or start())
+    with noted_starts, on_wait(lambda _, wait: events.append("wait") or wait()):
+        optimizer.step()
+        events.clear()
+        optimizer.load_state_dict(optimizer.state_dict())
+    assert events == ["wait", "start"]
+
+
 def test_state_that_was_put_in_is_taken_up_in_slices_or_refused():
     weight, frozen = nn.Parameter(torch.ones(4, 16)), nn.Parameter(torch.ones(4, 16), requires_grad=False)
     parameters = {"weight": weight, "frozen": frozen}.items()
@@ -464,12 +480,3 @@ def test_gloo_sends_what_a_gpu_has_through_the_host(monkeypatch):
     gather.start()
     gather.wait()
     assert tensor.tolist() == [1, 2, 3, 4]
-
-
-def test_part_whose_gradients_another_wrapper_averages_cannot_be_added():
-    wrapped, part = FSDP(nn.ModuleList([nn.Linear(3, 3)])), nn.Linear(3, 3)
-    other = BucketedDDP(part, None)
-    wrapped.module.append(part)
-    with pytest.raises(UsageError, match=r"^1\.weight has its gradient averaged already"):
-        wrapped.refresh()
-    del other
