@@ -329,7 +329,9 @@ def test_impossible_runs_are_refused_before_anything_starts(monkeypatch, tempora
 def test_ranks_started_outside_go_on_after_a_refusal_alone(monkeypatch):
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(launch, "_outside_stores", [dist.HashStore()])
+    monkeypatch.setattr(launch, "_outside_stores", [])
+    monkeypatch.setattr(dist, "rendezvous", lambda *_, **settings: iter([(dist.HashStore(), 0, 1)]))
+    assert launch.outside_store() is launch.outside_store()
     with launch.start(1, backend="gloo") as ranks:
         assert (ranks.alive, ranks.run(launch_ranks.process_id)) == (True, [os.getpid()])
         for how, error_type in (("usage", UsageError), ("raise", ValueError)):
