@@ -445,7 +445,8 @@ def sent_in(program, wrap):
         wrapped = wrap(module)
         run = module if isinstance(wrapped, ShardedOptimizer) else wrapped
         optimizer = wrapped if run is module else torch.optim.SGD(wrapped.parameters(), 0.1)
-        named = {"forward": forward, "backward": backward, "accumulate": accumulate, "evaluate": evaluate}
+        named = {call.__name__: call for call in (forward, backward, accumulate, evaluate)}
+        named["part"] = lambda: module[2](torch.ones(1, 6))
         for name in program.split():
             call = named.get(name) or getattr(wrapped, name, None) or getattr(optimizer, name)
             rows.append((name, *sent(call), "".join(".#"[unit.is_gathered] for unit in getattr(wrapped, "units", ()))))
