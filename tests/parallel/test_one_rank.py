@@ -8,18 +8,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from cs336_basics.model import BasicsTransformerLM
+from launches import on_start, on_wait
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from cs336sys.errors import UsageError
-from cs336sys.parallel import collectives, gradient_slices, rank_consistency
+from cs336sys.parallel import collectives, gradient_slices
 from cs336sys.parallel.ddp import BucketedDDP
 from cs336sys.parallel.fsdp import FSDP
 from cs336sys.parallel.fsdp.gather_order import GatherTiming, GatherWatch
-from cs336sys.parallel.fsdp.runner import tensors_in
 from cs336sys.parallel.gradient_slices import mark_partial
 from cs336sys.parallel.sharded_optimizer import ShardedOptimizer, exchange, slices
-from cs336sys.parallel.tensor_parallel import TensorParallel, layers
+from cs336sys.parallel.tensor_parallel import TensorParallel
 from cs336sys.parity.collectives import CollectiveWatcher
 from cs336sys.training.model import initialize_layer
 
@@ -38,6 +38,14 @@ def only_rank():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
+
+
+def sent(call, dtype="float32"):
+    """Return how many elements of this dtype each collective of a call has."""
+    watcher = CollectiveWatcher([], is_late=False)
+    with watcher:
+        call()
+    return [launch.elements for launch in watcher.launches if launch.dtype == dtype]
 
 
 class Takes(nn.Module):
@@ -98,6 +106,8 @@ def test_parameters_may_not_become_cut_or_replicated():
     wrapped.module[0].matrix = nn.Parameter(torch.eye(2))
     with pytest.raises(UsageError, match=r"^0\.bias was replicated when it was wrapped, and would be cut after "):
         wrapped.refresh()
+    with pytest.raises(UsageError, match=r"^0\.matrix is not what was wrapped: save and load between two steps"):
+        nn.ModuleList([wrapped]).load_state_dict({}, strict=False)
 
 
 def test_averages_under_way_are_waited_for_before_other_parameters_are_taken_up(monkeypatch):
@@ -144,18 +154,6 @@ def test_modules_on_the_meta_device_get_the_values_of_their_seed(wrap):
     torch.testing.assert_close(wrapped(tokens), expected(tokens))
 
 
-def test_the_last_units_stay_gathered():
-    gathered = {}
-    for keep_gathered in range(4):
-        wrapped = FSDP(nn.Sequential(*(nn.Linear(2, 2) for _ in range(3))), keep_gathered=keep_gathered)
-        wrapped(torch.ones(1, 2)).sum()
-        gathered[keep_gathered] = [unit.is_gathered for unit in wrapped.units]
-    assert gathered == {0: [False] * 3, 1: [False, True, True], 2: [True] * 3, 3: [True] * 3}
-    units = wrapped.units
-    wrapped.refresh()
-    assert not any(unit.is_gathered for unit in units)
-
-
 def test_on_a_gpu_weights_are_late_by_the_time_between_two_events():
     gpu, watch = mock.Mock(), GatherWatch()
     stream = gpu.Stream.return_value
@@ -170,16 +168,6 @@ def test_on_a_gpu_weights_are_late_by_the_time_between_two_events():
         *(mock.call.needed.record(), mock.call.unit.record_arrival(gpu.arrived, stream), mock.call.unit.use()),
         *(mock.call.needed.synchronize(), mock.call.arrived.synchronize(), mock.call.needed.elapsed_time(gpu.arrived)),
     ]
-
-
-def test_tokens_and_targets_are_compared_once_in_training_and_once_in_evaluation(monkeypatch):
-    compared = []
-    monkeypatch.setattr(layers, "require_same_lines", lambda lines, group: compared.append(lines[0].split()[0]))
-    calls = layers.FirstCalls(dist.group.WORLD.group_name)
-    for is_training in (True, True, False, False):
-        for kind in ("tokens", "targets"):
-            calls.compare(kind, torch.zeros(2), is_training)
-    assert compared == ["tokens", "targets"] * 2
 
 
 class Keeps(nn.Module):
@@ -207,16 +195,40 @@ class UsesWhatIsKept(nn.Module):
 
 
 def test_a_unit_stays_gathered_while_views_of_its_weights_are_used():
-    plain = UsesWhatIsKept()
+    """And is shown whole in the backward pass."""
+    plain, shown = UsesWhatIsKept(), []
     wrapped = FSDP(copy.deepcopy(plain))
     for module in (wrapped, plain):
         output = module(torch.ones(2, 2))
+        output.register_hook(lambda _: shown.append(type(wrapped.module.blocks[0].linear.weight)))
         gathered = [unit.is_gathered for unit in wrapped.units]
         output.sum().backward()
-        assert module is plain or gathered == [True, False, False]
+        assert module is plain or (gathered, shown) == ([True, False, False], [nn.Parameter])
     wrapped.finish_gradient_synchronization()
     for name, (parameter, _) in wrapped.held_parameters().items():
         torch.testing.assert_close(parameter.grad, plain.get_parameter(name).grad)
+
+
+class ReturnsRow(nn.Linear):
+    def forward(self, x):
+        return self.weight[0]
+
+
+def test_a_unit_that_returns_a_view_of_a_weight_is_freed():
+    """Only ranks that come there would keep it."""
+    wrapped = FSDP(nn.Sequential(ReturnsRow(2, 3), nn.Linear(2, 2)))
+    wrapped(torch.ones(2))
+    assert not wrapped.units[0].is_gathered
+
+
+def test_what_was_compiled_is_called():
+    block, calls = nn.Linear(2, 2), []
+    block._compiled_call_impl = lambda *args: calls.append("compiled") or block._call_impl(*args)
+    wrapped = FSDP(nn.Sequential(block))
+    for _ in range(2):
+        wrapped(torch.ones(1, 2))
+        wrapped.refresh()
+    assert calls == ["compiled"] * 2
 
 
 class ByHand(nn.Module):
@@ -260,14 +272,9 @@ class PartlyUsed(nn.Module):
 def test_gradients_left_in_a_nested_pass_are_sent_in_the_order_in_which_modules_began(order):
     """Whichever is finished first, which may differ between ranks. One gradient of the first never comes."""
     modules = {"a": BucketedDDP(nn.Linear(2, 3), None), "b": BucketedDDP(PartlyUsed(4), None)}
-    watcher = CollectiveWatcher([], is_late=False)
     x = torch.ones(1, 2, requires_grad=True)
     checkpoint(lambda x: modules["b"](modules["a"](x)), x, use_reentrant=True).sum().backward()
-    with watcher:
-        for name in order:
-            modules[name].finish_gradient_synchronization()
-    sent = [launch.elements for launch in watcher.launches if launch.dtype == "float32"]
-    assert sent == [8, 9]
+    assert sent(lambda: [modules[name].finish_gradient_synchronization() for name in order]) == [8, 9]
 
 
 class Breaks(torch.autograd.Function):
@@ -289,25 +296,36 @@ class Breaks(torch.autograd.Function):
 class Breaking(nn.Module):
     def __init__(self):
         super().__init__()
-        self.first, self.last = nn.Linear(2, 2), nn.Linear(2, 2)
+        self.first, self.second, self.last = nn.Linear(2, 2), nn.Linear(2, 3), nn.Linear(3, 2)
 
     def forward(self, x):
-        return self.last(Breaks.apply(self.first(x)))
+        return self.last(self.second(Breaks.apply(self.first(x))))
 
 
-def test_a_step_ends_though_its_backward_pass_has_failed(monkeypatch):
-    """And leaves no gradient of what was computed before the failure, nor gathered weights."""
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_step_ends_though_its_backward_pass_has_failed(monkeypatch, ends):
+    """And leaves no gradient of what was computed before the failure, nor gathered weights: it may also begin anew."""
     wrapped, plain = FSDP(Breaking()), Breaking()
     plain.load_state_dict(wrapped.gather_full_params())
-    loss = wrapped(torch.ones(1, 2)).sum()
-    with pytest.raises(ArithmeticError, match="broken"):
-        loss.backward()
-    wrapped.finish_gradient_synchronization()
-    assert all(parameter.grad is None for parameter in wrapped.parameters())
-    assert not any(unit.is_gathered for unit in wrapped.units)
+
+    def backward():
+        outputs.pop().sum().backward()
+
+    outputs, forward = [], lambda: outputs.append(wrapped(torch.ones(1, 2)))
+    for _ in range(2):
+        forward()
+        with pytest.raises(ArithmeticError, match="broken"):
+            backward()
+        if ends:
+            wrapped.finish_gradient_synchronization()
+            assert all(parameter.grad is None for parameter in wrapped.parameters())
+            assert not any(unit.is_gathered for unit in wrapped.units)
     monkeypatch.setattr(Breaks, "is_on", False)
-    for module in (wrapped, plain):
-        module(torch.ones(1, 2)).sum().backward()
+    # Bytes of weights and biases: each unit is gathered with the next, and the last two stay for the backward pass.
+    assert sent(forward, "uint8") == [16, 8, 24, 12, 24, 8, 24, 12]
+    assert [unit.is_gathered for unit in wrapped.units] == [False, True, True]
+    assert sent(backward, "uint8") == [16, 8]
+    plain(torch.ones(1, 2)).sum().backward()
     wrapped.finish_gradient_synchronization()
     for name, (_, cut) in wrapped.held_parameters().items():
         torch.testing.assert_close(cut.shard.grad.view_as(plain.get_parameter(name)), plain.get_parameter(name).grad)
@@ -346,17 +364,6 @@ def test_each_kind_of_slices_changes_what_torch_would_do_with_them(monkeypatch, 
     assert called == expected
 
 
-def test_lines_that_are_the_same_are_not_exchanged(monkeypatch):
-    """Their digests are enough."""
-    exchanged = []
-    monkeypatch.setattr(rank_consistency, "gather_objects", lambda lines, group: exchanged.append(lines) or [lines])
-    rank_consistency.require_same_lines(["a", "b"])
-    assert exchanged == []
-    monkeypatch.setattr(rank_consistency, "gather_numbers", lambda digest, group: torch.zeros_like(digest).view(1, -1))
-    rank_consistency.require_same_lines(["a", "b"])
-    assert exchanged == [["a", "b"]]
-
-
 def test_state_dicts_of_torchs_wrappers_are_loaded_with_their_versions():
     """Whose names begin with "module.", those of the metadata, too."""
     wrapped, seen = BucketedDDP(nn.Sequential(nn.BatchNorm1d(2)), None), []
@@ -370,24 +377,45 @@ def test_state_dicts_of_torchs_wrappers_are_loaded_with_their_versions():
     assert [metadata["version"] for metadata in seen] == [2]
 
 
-def test_updated_parameters_are_sent_when_they_are_asked_for():
-    weight = nn.Parameter(torch.ones(64))
-    optimizer = ShardedOptimizer([weight], torch.optim.SGD, lr=0.5, flat=True)
-    sent = []
-    for is_deferred in (False, True):
-        if is_deferred:
-            optimizer.defer_exchange()
-        weight.square().sum().backward()
-        optimizer.finish_gradient_synchronization()
-        for call in (optimizer.step, optimizer.start_exchange):
-            watcher = CollectiveWatcher([], is_late=False)
-            with watcher:
-                call()
-            sent.append([launch.elements for launch in watcher.launches if launch.dtype == "float32"])
-        optimizer.zero_grad()
-    assert sent == [[64], [], [], [64]]
+def test_gradients_of_passes_before_the_last_step_was_dropped_stay_apart():
+    """Autograd leaves two in one memory, to which the second pass adds in place."""
+    first, second, other = weights = [nn.Parameter(torch.zeros(64)) for _ in range(3)]
+    optimizer = ShardedOptimizer(weights, torch.optim.SGD, lr=1.0, flat=True)
+
+    def loss():
+        return ((first.view(8, 8) + second.view(8, 8)) * torch.ones(8, 8)).sum()
+
+    (loss() + other.sum()).backward()
+    optimizer.step()
+    nn.ParameterList([first, second]).zero_grad()
+    for _ in range(2):
+        loss().backward()
+    nn.ParameterList([other]).zero_grad()
+    optimizer.step()
     optimizer.wait_for_parameters()
-    assert weight.tolist() == [0] * 64
+    assert [weight[0].item() for weight in weights] == [-3, -3, -1]
+
+
+@pytest.mark.parametrize("is_captured", [False, True])
+def test_only_gradients_under_way_are_averaged_before_they_are_dropped(monkeypatch, is_captured):
+    """Complete ones, and those that the last step has used, are dropped at once; a capture must find a pass."""
+    monkeypatch.setattr(slices, "is_stream_captured", lambda: is_captured)
+    weights = [nn.Parameter(torch.ones(64)) for _ in range(2)]
+    optimizer = ShardedOptimizer(weights, torch.optim.SGD, lr=0.5, flat=True)
+
+    def facts_asked_for_after(*calls):
+        for call in calls:
+            call()
+        return sent(optimizer.zero_grad, "uint8")
+
+    def backward():
+        weights[0].square().sum().backward()
+
+    assert facts_asked_for_after() == ([] if is_captured else [2])
+    assert facts_asked_for_after(backward) == [2]
+    assert facts_asked_for_after(backward, lambda: optimizer.clip_grad_norm_(1.0)) == []
+    assert facts_asked_for_after(backward, optimizer.step, backward) == []
+    assert facts_asked_for_after(backward) == [2]
 
 
 def test_modules_of_a_part_that_is_never_called_wait_for_their_parameters(monkeypatch):
@@ -402,6 +430,19 @@ def test_modules_of_a_part_that_is_never_called_wait_for_their_parameters(monkey
     del optimizer
 
 
+def test_updates_under_way_are_waited_for_before_master_copies_that_are_loaded_are_sent():
+    module, events = nn.Sequential(nn.Linear(8, 8)), []
+    settings = {"flat": True, "master_dtype": torch.float64, "module": module}
+    optimizer = ShardedOptimizer(module.parameters(), torch.optim.SGD, **settings)
+    module(torch.ones(1, 8)).sum().backward()
+    noted_starts = on_start(lambda _, start: events.append("start") or start())
+    with noted_starts, on_wait(lambda _, wait: events.append("wait") or wait()):
+        optimizer.step()
+        events.clear()
+        optimizer.load_state_dict(optimizer.state_dict())
+    assert events == ["wait", "start"]
+
+
 def test_state_that_was_put_in_is_taken_up_in_slices_or_refused():
     weight, frozen = nn.Parameter(torch.ones(4, 16)), nn.Parameter(torch.ones(4, 16), requires_grad=False)
     parameters = {"weight": weight, "frozen": frozen}.items()
@@ -411,6 +452,12 @@ def test_state_that_was_put_in_is_taken_up_in_slices_or_refused():
     frozen.requires_grad_(True)
     optimizer.refresh()
     assert [optimizer.state[parameter]["momentum_buffer"].shape for _, parameter in parameters] == [(64,), (64,)]
+    optimizer.state[weight] = {"momentum_buffer": torch.full((64,), 2.0)}
+    for _ in range(2):
+        weight.sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert weight[0, 0].item() == pytest.approx(1 - 0.5 * (2.8 + 3.52))
     weight.sum().backward()
     with pytest.raises(UsageError, match=r"^gradients are under way: call step\(\) or zero_grad\(\) first$"):
         optimizer.refresh()
@@ -433,33 +480,3 @@ def test_gloo_sends_what_a_gpu_has_through_the_host(monkeypatch):
     gather.start()
     gather.wait()
     assert tensor.tolist() == [1, 2, 3, 4]
-
-
-def test_a_parameter_that_is_put_into_a_group_twice_is_refused_when_it_is_taken_up():
-    weight = nn.Parameter(torch.ones(3))
-    optimizer = ShardedOptimizer([weight], torch.optim.SGD, lr=0.5)
-    optimizer.param_groups[0]["params"].append(weight)
-    with pytest.raises(UsageError, match=r"^parameter 0 is given twice: give a tied weight once$"):
-        optimizer.refresh()
-
-
-def test_list_that_stands_twice_is_searched_once():
-    tensors = [torch.ones(1)]
-    assert tensors_in([tensors, {"again": tensors}]) == tensors
-
-
-def test_part_whose_gradients_another_wrapper_averages_cannot_be_added():
-    wrapped, part = FSDP(nn.ModuleList([nn.Linear(3, 3)])), nn.Linear(3, 3)
-    other = BucketedDDP(part, None)
-    wrapped.module.append(part)
-    with pytest.raises(UsageError, match=r"^1\.weight has its gradient averaged already"):
-        wrapped.refresh()
-    del other
-
-
-def test_parameter_replaced_by_one_in_no_group_that_has_another_name_already_is_refused():
-    module = nn.ModuleList([nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)])
-    optimizer = ShardedOptimizer([module[1].weight], torch.optim.SGD, lr=0.5, module=module)
-    module[1].weight = module[0].weight
-    with pytest.raises(UsageError, match=r"^1\.weight was replaced in the module by a parameter that is in no group"):
-        optimizer.refresh()

@@ -129,9 +129,8 @@ class _Ring:
 
     def seen(self, step: int) -> tuple[slice, slice]:
         """Return, for a later step, this rank's queries that see any key of the block, and the keys that they see."""
-        owner = self.owner(step)
-        if owner < self._rank:
-            return slice(None), slice(0, len(self._chunks[owner][0]))
+        if step <= self._rank:  # The block is an earlier rank's.
+            return slice(None), slice(0, len(self._chunks[self.owner(step)][0]))
         return self.own_chunks[1], slice(None)
 
     @property

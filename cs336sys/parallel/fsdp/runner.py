@@ -101,8 +101,7 @@ class UnitRunner(SynchronizationSwitch):
         # reduced: whether this rank had a gradient. And the tensors whose ``grad`` was None before.
         self._present: dict[nn.Parameter, bool] = {}
         self._new: set[nn.Parameter] = set()
-        self.units: Sequence[ShardedUnit] = ()
-        self.run(())  # No units yet: this sets the attributes that depend on them.
+        self.units: Sequence[ShardedUnit] = ()  # run() sets them, and the attributes that depend on them.
 
     def run(self, units: Sequence[ShardedUnit]) -> None:
         """Run these units from now on. Call it between two steps."""

@@ -114,7 +114,7 @@ def check_saved_shapes(state: Mapping[str, Any], name: str, shape: torch.Size, *
             continue
         fits = value.shape == shape
         if not sliced:
-            sizes = zip(value.shape, shape, strict=False)
+            sizes = zip(value.shape, shape, strict=True)  # Read where there are as many.
             fits = value.dim() != len(shape) or all(size in (parameter_size, 1) for size, parameter_size in sizes)
         if not fits:
             raise UsageError(

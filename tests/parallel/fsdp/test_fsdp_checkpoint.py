@@ -256,7 +256,7 @@ def test_loading_runs_no_code(tmp_path, what, reason):
 
 
 class Hooked(nn.Sequential):
-    """Its state dict has other names than it has; with extra state, and statistics that differ between ranks."""
+    """Its state dict has other names, and lacks a count; with extra state, and statistics that differ between ranks."""
 
     def __init__(self, seed, *, loads=True):
         torch.manual_seed(seed)
@@ -278,6 +278,7 @@ class Hooked(nn.Sequential):
 
 
 def rename(module, state, prefix, metadata):
+    del state[f"{prefix}2.num_batches_tracked"]
     for key in [key for key in state if key.startswith(prefix)]:
         state[f"{prefix}core.{key.removeprefix(prefix)}"] = state.pop(key)
 
@@ -296,6 +297,8 @@ def test_hooks_extra_state_and_buffers_of_the_first_rank_come_back_on_every_rank
     module = loaded.module
     assert (module[2].running_mean.tolist(), module.count, module.scratch.tolist()) == ([3.0] * 5, 3, [5.0, 5.0])
     assert "the module does not load" in refusal_of(load_checkpoint, tmp_path / "saved", FSDP(Hooked(5, loads=False)))
+    saved.module.count = b"3"
+    assert "core._extra_state['count'] is of type " in refusal_of(save_checkpoint, tmp_path / "saved", saved)
     plain = FSDP(nn.Sequential(nn.Linear(4, 5)))
     assert "core._extra_state is data there and missing here" in refusal_of(load_checkpoint, tmp_path / "saved", plain)
 
@@ -303,9 +306,9 @@ def test_hooks_extra_state_and_buffers_of_the_first_rank_come_back_on_every_rank
 @on_ranks(2)
 def test_modules_are_told_the_version_that_was_saved(tmp_path):
     with mock.patch.object(Scale, "_version", 1):
-        save_checkpoint(tmp_path / "saved", FSDP(nn.Sequential(nn.Linear(3, 3), Scale())))
+        save_checkpoint(tmp_path / "new" / "saved", FSDP(nn.Sequential(nn.Linear(3, 3), Scale())))
     loaded = FSDP(nn.Sequential(nn.Linear(3, 3), Scale(), nn.Dropout()))
-    load_checkpoint(tmp_path / "saved", loaded)
+    load_checkpoint(tmp_path / "new" / "saved", loaded)
     assert loaded.module[1].weight.tolist() == [0.5] * 3
 
 

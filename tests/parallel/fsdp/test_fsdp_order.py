@@ -15,28 +15,21 @@ from cs336sys.parallel.collectives import SliceExchange, group_device
 from cs336sys.parallel.fsdp import FSDP
 
 UNITS = ["token_embeddings", "layers.0", "layers.1", "lm_head"]
-FORWARD = [("all-gather", unit) for unit in UNITS]
 NORMS = ", ".join([*(f"layers.{layer}.ln{n}.weight" for layer in (0, 1) for n in (1, 2)), "ln_final.weight"])
 
 
-def launches(compute_dtype, prefetch, keep_gathered=0):
-    """What a transformer of two blocks launches in its third step, and in two forward passes without gradients."""
-    sharded = FSDP(transformer(layers=2), compute_dtype, prefetch=prefetch, keep_gathered=keep_gathered)
+def launches(compute_dtype):
+    """What a transformer of two blocks launches in the backward pass of its third step, and after it."""
+    sharded = FSDP(transformer(layers=2), compute_dtype)
     tokens, targets = map(share, batch(0, 30))
     with recorded([]) as log:
         for _ in range(3):
-            log.clear()
             loss = loss_of(sharded, tokens, targets)
-            forward = len(log)
+            log.clear()
             loss.backward()
             in_backward = len(log)
             sharded.finish_gradient_synchronization()
-        third, late = log[:in_backward], log[in_backward:]
-        log.clear()
-        with torch.no_grad():
-            sharded(tokens)
-            sharded(tokens)
-    return third[:forward], third[forward:], late, log
+    return log[:in_backward], log[in_backward:]
 
 
 def units_of(log, collective):
@@ -45,37 +38,12 @@ def units_of(log, collective):
 
 @on_ranks(2, gpus=True)
 @pytest.mark.parametrize(("compute_dtype", "reduction"), [(None, "reduce-scatter"), (torch.bfloat16, "all-to-all")])
-def test_gathers_come_ahead_of_use_and_reductions_in_the_backward_pass(compute_dtype, reduction):
-    embedding, first, second, head = UNITS
-    forward, backward, late, evaluation = launches(compute_dtype, 1)
+def test_reductions_come_in_the_backward_pass(compute_dtype, reduction):
+    """In the order of figures.txt."""
+    backward, late = launches(compute_dtype)
     # Every rank finishes a step, but not every backward pass comes through a unit that could tell its end.
     assert late == [("all-reduce", NORMS)]
-    assert len(units_of(backward, reduction)) == len(UNITS)
-    if group_device().type == "cuda":
-        return
-    assert forward == [*FORWARD, ("all-gather", second)]
-    assert backward == [
-        # The head is still there; the block before it was gathered while the head ran forward.
-        ("all-gather", first),
-        (reduction, head),
-        ("all-gather", embedding),
-        (reduction, second),
-        (reduction, first),
-        # The backward pass ends.
-        (reduction, embedding),
-    ]
-    assert evaluation == 2 * FORWARD
-
-
-@on_ranks(2)
-@pytest.mark.parametrize(("prefetch", "keep_gathered"), [(0, 0), (0, 1), (1, 1)])
-def test_nothing_is_gathered_ahead_if_so_asked_and_kept_weights_not_again(prefetch, keep_gathered):
-    forward, backward, _, evaluation = launches(None, prefetch, keep_gathered)
-    assert forward == FORWARD
-    assert units_of(backward, "all-gather") == UNITS[-2 - keep_gathered :: -1]
-    assert units_of(backward, "reduce-scatter") == UNITS[::-1]
-    # Without gradients nothing stays.
-    assert evaluation == 2 * FORWARD
+    assert units_of(backward, reduction) == UNITS[::-1]
 
 
 class Shuffled(nn.Module):

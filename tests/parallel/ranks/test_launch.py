@@ -88,6 +88,15 @@ def test_run_returns_what_ranks_returned_and_leaves_nothing(real_processes, temp
     assert children() == before
 
 
+def test_ranks_may_end_in_their_own_time_up_to_a_limit(tmp_path, monkeypatch):
+    launch.run(launch_ranks.touch_at_exit, tmp_path, 0.2, world_size=2, backend="gloo")
+    assert {path.name for path in tmp_path.iterdir()} >= {"0", "1"}
+    monkeypatch.setattr(spawned, "_EXIT_TIMEOUT_S", 0.2)
+    with launch.start(1, backend="gloo") as ranks:
+        ranks.run(launch_ranks.touch_at_exit, tmp_path, OUTLASTS_THE_TEST_S)
+    assert not ranks.alive
+
+
 def test_function_that_cannot_be_sent_is_refused_and_the_ranks_live_on(pair):
     with pytest.raises(UsageError, match="top level of a module"):
         pair.run(lambda: None)
@@ -317,6 +326,24 @@ def test_impossible_runs_are_refused_before_anything_starts(monkeypatch, tempora
     assert left_in(temporary_directory) == []
 
 
+def test_ranks_started_outside_go_on_after_a_refusal_alone(monkeypatch):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(launch, "_outside_stores", [])
+    monkeypatch.setattr(dist, "rendezvous", lambda *_, **settings: iter([(dist.HashStore(), 0, 1)]))
+    assert launch.outside_store() is launch.outside_store()
+    with launch.start(1, backend="gloo") as ranks:
+        assert (ranks.alive, ranks.run(launch_ranks.process_id)) == (True, [os.getpid()])
+        for how, error_type in (("usage", UsageError), ("raise", ValueError)):
+            with pytest.raises(error_type) as caught:
+                ranks.run(launch_ranks.go_wrong, how)
+            assert caught.value.__notes__ == ["on rank 0 of 1"]
+            assert ranks.alive == (how == "usage")
+        ranks.alive = True
+    assert not ranks.alive
+    assert not dist.is_initialized()
+
+
 def test_ranks_started_outside_must_be_as_many_as_asked_for(monkeypatch):
     for name, value in {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}.items():
         monkeypatch.setenv(name, value)
@@ -390,6 +417,10 @@ def test_wrong_network_interface_is_refused_in_one_sentence(monkeypatch):
     with pytest.raises(CapabilityError) as caught:
         spawned.join_process_group(spawned.RankIdentity(0, 1, local_rank=0), "gloo", dist.HashStore(), 5.0)
     assert str(caught.value).startswith("Gloo finds no address on interface nothere: set GLOO_SOCKET_IFNAME to one")
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    monkeypatch.setattr(dist.ProcessGroupGloo, "create_default_device", mock.Mock(side_effect=RuntimeError))
+    with pytest.raises(CapabilityError, match="Gloo finds no address on any interface: set GLOO_SOCKET_IFN"):
+        spawned.join_process_group(spawned.RankIdentity(0, 1, local_rank=0), "gloo", dist.HashStore(), 5.0)
     assert "\n" not in str(caught.value)
     assert not dist.is_initialized()
 
@@ -404,36 +435,17 @@ class Asked:
         self.alive = False
 
 
-@pytest.fixture
-def machine(monkeypatch):
-    """A machine with no GPU; ``machine(2)`` has two."""
-
-    def describe(gpus=0):
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
-        monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-
-    describe()
+def test_ranks_are_kept_until_others_are_asked_for(monkeypatch):
     monkeypatch.setattr(launch, "SpawnedRanks", Asked)
     monkeypatch.setattr(launch, "use_private_caches", lambda: None)
     monkeypatch.setattr(launch, "_kept", {})
-    return describe
-
-
-def test_ranks_are_on_gpus_where_there_are_some(machine):
-    assert launch.start(3).arguments[:3] == (3, "gloo", 120.0)
-    machine(gpus=2)
-    assert launch.start(2, timeout_s=5.0).arguments[:3] == (2, "nccl", 5.0)
-    assert launch.start(3, backend="gloo").arguments[:3] == (3, "gloo", 120.0)
-
-
-def test_ranks_are_kept_until_others_are_asked_for(machine):
-    first = launch.kept(2)
+    first = launch.kept(2, backend="gloo")
     assert launch.kept(2, backend="gloo") is first
-    second = launch.kept(2, timeout_s=9.0)
+    second = launch.kept(2, backend="gloo", timeout_s=9.0)
     assert (first.alive, second.alive) == (False, True)
     assert second.arguments[:3] == (2, "gloo", 9.0)
     second.alive = False
-    third = launch.kept(2, timeout_s=9.0)
+    third = launch.kept(2, backend="gloo", timeout_s=9.0)
     assert third is not second
     assert third.alive
     launch.end_kept()

@@ -140,11 +140,11 @@ class Parallel(TransformerBlock):
 
 
 class Centred(BasicsTransformerLM):
-    """Logits less their mean over all tokens."""
+    """Logits less their mean over all tokens, and more."""
 
     def forward(self, token_ids):
         logits = super().forward(token_ids)
-        return logits - logits.mean(-1, keepdim=True)
+        return logits - logits.mean(-1, keepdim=True), token_ids
 
 
 class TiedByHand(BasicsTransformerLM):
