@@ -146,7 +146,7 @@ def _norm(tensors: Iterable[Tensor], norm_type: float) -> Tensor:
             gradients_of_dtype.setdefault(tensor.grad.dtype, []).append(tensor.grad)
     norms = [torch.zeros(1, dtype=torch.float64, device=group_device())]
     for dtype, gradients in gradients_of_dtype.items():
-        sum_dtype = torch.float32 if dtype in (torch.float16, torch.bfloat16) else None
+        sum_dtype = torch.float32 if dtype.itemsize < 4 else None
         tensor_norms = torch._foreach_norm(gradients, norm_type, sum_dtype)
         norms.append(torch.stack([norm.to(norms[0].device, torch.float64) for norm in tensor_norms]))
     return torch.linalg.vector_norm(torch.cat(norms), norm_type)

@@ -136,7 +136,7 @@ def _trial_of(model: Any, initialize: Initialize, device: torch.device) -> tuple
             part.to_empty(device=device, recurse=False)
             initialize(part)
     # Half precision rounds as much as a fault changes.
-    if any(parameter.dtype in (torch.float16, torch.bfloat16) for parameter in trial.parameters()):
+    if any(parameter.itemsize < 4 for parameter in trial.parameters()):
         trial.float()
     # Random weights: outputs of matrices are as large as inputs, and gains of norms about 1.
     for parameter in trial.parameters():

@@ -162,11 +162,9 @@ def whole_tensor(part: Tensor, name: str, shape: torch.Size, group: dist.Process
         return part.clone()
     sizes = [len(own_part(shape[dimension], rank, group.size())) for rank in range(group.size())]
     # All-gathers need parts of equal size along the first dimension.
-    rows = part.T if dimension else part
-    padded = part.new_zeros(max(sizes), *rows.shape[1:])
-    padded[: len(rows)] = rows
+    padded = part.new_zeros(max(sizes), *part.movedim(dimension, 0).shape[1:])
+    padded[: part.size(dimension)] = part.movedim(dimension, 0)
     gathered = padded.new_empty(len(sizes), *padded.shape)
     all_gather_single(gathered.flatten(0, 1), padded, group=group)
     parts = [padded_part[:size] for padded_part, size in zip(gathered, sizes, strict=True)]
-    whole = torch.cat(parts)
-    return whole.T.contiguous() if dimension else whole
+    return torch.cat(parts).movedim(0, dimension).contiguous()

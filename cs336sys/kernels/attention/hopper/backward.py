@@ -213,7 +213,7 @@ def _item_gradients(shared, pieces, numbers, item, CONSUMER: gl.constexpr, CONFI
         grad_value_tiles = grad_scores_tiles._reinterpret(dtype, [2, ROWS, HEAD_DIM], key_tiles.layout)
         grad_value_tile = grad_value_tiles.index(CONSUMER)
         last_use = first_use + end - first - 1
-        mbarrier.wait(tile_free.index(last_use % STAGES), (last_use // STAGES) & 1, pred=first < end)
+        mbarrier.wait(tile_free.index(last_use % STAGES), (last_use // STAGES) & 1, pred=last_use >= 0)
         grad_key_tile.store((grad_key_sum * scale).to(dtype))
         grad_value_tile.store(grad_value_sum.to(dtype))
         fence_async_shared()
