@@ -41,6 +41,7 @@ from cs336sys.kernels.attention.hopper.backward_tiles import FIRST, ROWS, SECOND
 from cs336sys.kernels.attention.hopper.gluon import (
     change_kernels,
     new_barriers,
+    reinterpret,
     store_wait,
     thread_barrier,
     tma_store,
@@ -210,7 +211,7 @@ def _item_gradients(shared, pieces, numbers, item, CONSUMER: gl.constexpr, CONFI
     else:
         # dK takes the place of the keys, dV of two tiles of dS^T, when the other warpgroup has read them, too.
         grad_key_tile = key_tiles.index(2 * keys_slot + CONSUMER)
-        grad_value_tiles = grad_scores_tiles._reinterpret(dtype, [2, ROWS, HEAD_DIM], key_tiles.layout)
+        grad_value_tiles = reinterpret(grad_scores_tiles, dtype, [2, ROWS, HEAD_DIM], key_tiles.layout)
         grad_value_tile = grad_value_tiles.index(CONSUMER)
         last_use = first_use + end - first - 1
         mbarrier.wait(tile_free.index(last_use % STAGES), (last_use // STAGES) & 1, pred=last_use >= 0)

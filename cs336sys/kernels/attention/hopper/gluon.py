@@ -10,6 +10,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 CAUSAL, WINDOW = gl.constexpr(1), gl.constexpr(2)
 
 store_wait = tma.store_wait
+reinterpret = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
 
 
 @builtin
