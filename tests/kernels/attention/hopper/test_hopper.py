@@ -100,7 +100,7 @@ def test_a_backward_visits_every_tile_once_and_sums_every_piece_to_where_it_belo
 
     seen, items_of_pieces, whole = collections.Counter(), {}, []
     # In front of what programs share are their shares of it.
-    first_work = backward.num_programs if head_dim <= 64 else 0
+    first_work = backward.num_programs if head_dim < 256 else 0
     num_works = sum(count for count, _ in table[:first_work]) or backward.num_programs
     for pieces_of_item, at in table[first_work : first_work + num_works]:
         item = tuple(table[at])
