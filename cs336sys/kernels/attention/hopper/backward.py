@@ -84,14 +84,7 @@ def _producer(shared, turns, CONFIG: gl.constexpr):
 
 @gluon.jit
 def _consumer(shared, pieces, scale, scale_log2, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
-    first_work, end_work = tiles.rows_of_program(shared.schedule, CONFIG)
-    first_use = 0
-    for work in range(first_work, end_work):
-        item = tiles.read_item(shared.schedule, work, shared.shape, 2 * ROWS, CONFIG)
-        numbers = scale, scale_log2, work, work - first_work, first_use
-        _item_gradients(shared, pieces, numbers, item, CONSUMER, CONFIG)
-        first_use += item.end_visit - item.first_visit
-    store_wait(0)  # TMA must have read shared memory before the program ends.
+    tiles.consume(shared, pieces, scale, scale_log2, _item_gradients, CONSUMER, CONFIG)
 
 
 @gluon.jit

@@ -11,7 +11,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma
 
 from cs336sys.kernels.attention.hopper import schedule as schedule_arithmetic
-from cs336sys.kernels.attention.hopper.gluon import CAUSAL, WINDOW, tma_load
+from cs336sys.kernels.attention.hopper.gluon import CAUSAL, WINDOW, store_wait, tma_load
 
 # The keys of one warpgroup, which are the rows of its matrix instructions, and the queries of a tile.
 ROWS = gl.constexpr(64)
@@ -86,6 +86,19 @@ def rows_of_program(schedule, CONFIG: gl.constexpr):
         count = gl.load(schedule + gl.program_id(0) * 2)
         first = gl.load(schedule + gl.program_id(0) * 2 + 1)
     return first, first + count
+
+
+@gluon.jit
+def consume(shared, pieces, scale, scale_log2, COMPUTE: gl.constexpr, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
+    """Let a warpgroup work through its program's items of 128 keys: COMPUTE computes dK and dV of one."""
+    first_work, end_work = rows_of_program(shared.schedule, CONFIG)
+    first_use = 0
+    for work in range(first_work, end_work):
+        item = read_item(shared.schedule, work, shared.shape, 2 * ROWS, CONFIG)
+        numbers = scale, scale_log2, work, work - first_work, first_use
+        COMPUTE(shared, pieces, numbers, item, CONSUMER, CONFIG)
+        first_use += item.end_visit - item.first_visit
+    store_wait(0)  # TMA must have read shared memory before the program ends.
 
 
 @gluon.jit
