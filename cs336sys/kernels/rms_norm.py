@@ -324,15 +324,14 @@ def _save_for_backward(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor, Te
     x, weight, residual, *_ = inputs
     _, total, inverse_rms = output
     ctx.dtypes = x.dtype, None if residual is None else residual.dtype
-    ctx.returns_x = False  # RMSNorm.forward() sets it afterwards; the operator never returns x.
     ctx.save_for_backward(x if residual is None else total, weight, inverse_rms)
 
 
 def _differentiate(ctx: Any, grad_y: Tensor, grad_total: Tensor | None = None, *_) -> tuple:
-    """Return gradients of the operator's arguments; ``grad_total``: of the sum, or of x if ``RMSNorm`` returns it."""
+    """Return gradients of the operator's arguments; ``grad_total``: of the sum."""
     total, weight, inverse_rms = ctx.saved_tensors
     x_dtype, residual_dtype = ctx.dtypes
-    if residual_dtype is None and not ctx.returns_x:
+    if residual_dtype is None:
         grad_total = None  # The operator's second output is empty then, and so is its gradient.
     backward = _backward_operator if operators.needs_operators(grad_y) else launch_backward
     grad_x, grad_residual, grad_weight = backward(
@@ -348,27 +347,24 @@ operators.define_gradient("rms_norm_forward", _differentiate, _save_for_backward
 
 
 class RMSNorm(torch.autograd.Function):
-    """``RMSNorm.apply(x, weight, residual, eps, dtype of y, returns_x)``; see :func:`rms_norm`."""
+    """``RMSNorm.apply(x, weight, residual, eps, dtype of y)``; see :func:`rms_norm`."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, residual: Tensor | None, eps: float, dtype: torch.dtype, returns_x: bool
+        ctx: Any, x: Tensor, weight: Tensor, residual: Tensor | None, eps: float, dtype: torch.dtype
     ) -> Tensor | tuple[Tensor, Tensor]:
         y, total, inverse_rms = launch_forward(x, weight, residual, eps, dtype)
         _save_for_backward(ctx, (x, weight, residual), (y, total, inverse_rms))
-        ctx.returns_x = returns_x
-        if returns_x:
-            return y, x
         return y if residual is None else (y, total)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_y: Tensor, grad_total: Tensor | None = None) -> tuple:
-        return *_differentiate(ctx, grad_y, grad_total), None  # Of returns_x.
+        return _differentiate(ctx, grad_y, grad_total)
 
 
 def rms_norm(
-    x: Tensor, weight: Tensor, eps: float = 1e-5, residual: Tensor | None = None, *, returns_x: bool = False
+    x: Tensor, weight: Tensor, eps: float = 1e-5, residual: Tensor | None = None
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute ``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension (https://arxiv.org/abs/1910.07467, eq. 4).
 
@@ -382,27 +378,22 @@ def rms_norm(
         weight: (d,), of any of these dtypes.
         eps: added to the mean square.
         residual: (..., d), of any of these dtypes.
-        returns_x: without a residual, also return x. Whatever uses this x instead of the one that was given has its
-            gradient added in the pass that computes the norm's; autograd would take a pass of its own.
 
     Returns:
         y (..., d), contiguous, of the dtype of ``x``; with a residual of the dtype to which the two promote, followed
         by x + residual.
 
     Raises:
-        ValueError: shapes or devices do not fit together, or both a residual and x were asked for.
+        ValueError: shapes or devices do not fit together.
         TypeError: a dtype is not supported.
         CapabilityError: the tensors are not on a CUDA GPU, and the kernels were not loaded in Triton's interpreter.
         RuntimeError: it is differentiated twice.
     """
-    if returns_x and residual is not None:
-        raise ValueError("with a residual the sum is returned: x cannot be, too")
     dtype = operators.result_dtype(x) if residual is None else operators.result_dtype(x, residual)
     if operators.needs_operators(x):
-        # An operator cannot return what it was given; compilers add gradients in passes of their own choice.
         y, total, _ = _forward_operator(x, weight, residual, eps, dtype)
-        return (y, x) if returns_x else y if residual is None else (y, total)
-    return RMSNorm.apply(x, weight, residual, eps, dtype, returns_x)
+        return y if residual is None else (y, total)
+    return RMSNorm.apply(x, weight, residual, eps, dtype)
 
 
 def reference_rms_norm(

@@ -2,7 +2,7 @@
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,18 +24,15 @@ class GradientScatter:
     If gradients have the dtype of the slices and all ranks have equally many rows, a reduce-scatter returns the mean.
     All others (half precision, uneven rows) are exchanged in an all-to-all and averaged here: it sends as many bytes,
     the sum has the precision of the slices, and nothing is padded.
-
-    Args:
-        stream: on a GPU, the stream on which exchanged gradients are averaged while the next ones are computed.
     """
 
-    def __init__(self, parameters: Sequence[ShardedParameter], contents: str, stream: torch.cuda.Stream | None):
+    def __init__(self, parameters: Sequence[ShardedParameter], contents: str):
         indices_of_kind: dict[Any, list[int]] = {}
         for index, parameter in enumerate(parameters):
             kind = parameter.shard.dtype, parameter.gathered_dtype, parameter.divides_evenly
             indices_of_kind.setdefault(kind, []).append(index)
         self._groups = [
-            (_GradientGroup([parameters[index] for index in indices], contents, stream), indices)
+            (_GradientGroup([parameters[index] for index in indices], contents), indices)
             for indices in indices_of_kind.values()
         ]
 
@@ -64,9 +61,8 @@ class _GradientGroup:
     that copy, which takes a GPU 0.1 ms for a layer of ``2.7b`` in bf16, but would cost the CPU 0.06 ms for each.
     """
 
-    def __init__(self, parameters: Sequence[ShardedParameter], contents: str, stream: torch.cuda.Stream | None):
+    def __init__(self, parameters: Sequence[ShardedParameter], contents: str):
         self._parameters = parameters
-        self._stream = stream
         self._sizes = [parameter.shard.numel() for parameter in parameters]
         # How many elements each rank's slice has: of each parameter, and of all together.
         self._slice_sizes = [parameter.slice_sizes for parameter in parameters]
@@ -81,17 +77,14 @@ class _GradientGroup:
         self._mean: Tensor | None = None
         # While gradients are being exchanged: every rank's, from which the mean is computed here.
         self._received: Tensor | None = None
-        # Held so that the memory is not reused while it is being sent, whichever stream has waited already.
-        self._sent: Sequence[Tensor] = ()
 
     def start(self, gradients: list[Tensor]) -> None:
-        """Launch the collective, and on a GPU the averaging of exchanged gradients on the stream."""
+        """Launch the collective."""
         shard = self._parameters[0].shard
         mean = self._mean = torch.empty(sum(self._sizes), dtype=shard.dtype, device=shard.device)
         if self._can_scatter and gradients[0].dtype == shard.dtype:
             # They are read, and by some backends divided, while the backward pass goes on.
-            self._sent = sent = [in_own_memory(gradient) for gradient in gradients]
-            self._scatter.start(self._split_by_parameter(mean), sent)
+            self._scatter.start(self._split_by_parameter(mean), [in_own_memory(gradient) for gradient in gradients])
             return
         # Exchanged: a reduce-scatter would sum in the gradients' dtype, takes equal slices, and Gloo has none for CUDA.
         slices_of_parameters = [  # Of each parameter, one for each rank.
@@ -100,26 +93,18 @@ class _GradientGroup:
         ]
         # In rank order, so that what goes to each rank is contiguous.
         packed = torch.cat(list(itertools.chain.from_iterable(zip(*slices_of_parameters, strict=True))))
-        self._sent = [packed]
         ranks = len(self._rank_sizes)
         self._received = packed.new_empty(ranks * len(mean))
         self._exchange.start(self._received, packed, self._rank_sizes, [len(mean)] * ranks)
-        if self._stream is not None:  # Without one, wait() averages.
-            with on_side_stream(self._stream):
-                self._wait_and_average(self._received, mean)
 
     def wait(self) -> None:
-        """Wait for the means: computed by the collective, on the stream, or here where there is none."""
+        """Wait for the means that the collective computes, or for the gradients exchanged, and average them."""
         if self._received is None or self._mean is None:
             self._scatter.wait()
-        elif self._stream is None:
-            self._wait_and_average(self._received, self._mean)
-        else:
-            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
-
-    def _wait_and_average(self, received: Tensor, mean: Tensor) -> None:
+            return
         self._exchange.wait()
-        torch.mean(received.view(len(self._rank_sizes), len(mean)), dim=0, dtype=mean.dtype, out=mean)
+        received = self._received.view(len(self._rank_sizes), len(self._mean))
+        torch.mean(received, dim=0, dtype=self._mean.dtype, out=self._mean)
 
     def add_means(self) -> None:
         """Add the means to the gradients of the slices."""
@@ -131,23 +116,11 @@ class _GradientGroup:
 
     def forget(self) -> None:
         self._mean = self._received = None
-        self._sent = ()
 
     def _split_by_parameter(self, mean: Tensor) -> list[Tensor]:
         """Return the mean as one tensor for each parameter, in the shape of its slice."""
         pieces = zip(mean.split_with_sizes(self._sizes), self._parameters, strict=True)
         return [piece.view(parameter.shard.shape) for piece, parameter in pieces]
-
-
-@contextlib.contextmanager
-def on_side_stream(stream: torch.cuda.Stream | None) -> Iterator[None]:
-    """Run on this stream, after all work queued on the current stream so far; None, without a GPU, changes nothing."""
-    if stream is None:
-        yield
-    else:
-        stream.wait_stream(torch.cuda.current_stream(stream.device))
-        with stream:
-            yield
 
 
 class ShardedUnit:
@@ -174,14 +147,12 @@ class ShardedUnit:
         parameters: Sequence[ShardedParameter],
         gradient_dtype: torch.dtype | None,
         access: Callable[["ShardedUnit"], None],
-        streams: tuple[torch.cuda.Stream | None, torch.cuda.Stream | None],
     ):
         """Make the unit from the plan.
 
         Args:
             gradient_dtype: dtype in which gradients are sent; None sends them as they were computed.
             access: called with the unit when an operation needs its parameters, and none of its modules is called.
-            streams: on a GPU, the one to cast weights on, and the one to average gradients on.
         """
         self.name = planned.name or type(planned.modules[0]).__name__
         self.modules = planned.modules
@@ -190,7 +161,6 @@ class ShardedUnit:
         self.has_kept = False
         self.depth = self.calls_ahead = 0
         self._gradient_dtype = gradient_dtype
-        self._stream, mean_stream = streams
         group = parameters[0].group
         world_size = group.size()
         shapes_and_itemsizes = [(parameter.shape, parameter.gathered_dtype.itemsize) for parameter in parameters]
@@ -223,7 +193,7 @@ class ShardedUnit:
         for parameter in parameters:  # Which refresh() may have found trained from now on.
             parameter.refuse_outside_gradients()
         self.trained = [parameter for parameter in parameters if parameter.shard.requires_grad]
-        self.scatter = GradientScatter(self.trained, f"gradients of {self.name}", mean_stream)
+        self.scatter = GradientScatter(self.trained, f"gradients of {self.name}")
 
     @property
     def is_gathered(self) -> bool:
@@ -236,7 +206,7 @@ class ShardedUnit:
             return
         self.is_under_way = True
         self._storage.resize_(self.gathered_bytes)
-        with on_side_stream(self._stream), torch.no_grad():
+        with torch.no_grad():
             torch._foreach_copy_(self._rows_in_block, self._shards)
             self._gather.start()
 

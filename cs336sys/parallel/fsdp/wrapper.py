@@ -139,8 +139,6 @@ class FSDP(StateDictOfSlices):
         self._settings = f"FSDP with {compute_dtype=}, {prefetch=}, {keep_gathered=}, {gradient_dtype=}"
         self._unit_modules = unit_modules
         self._initialize, self._device = initialize, device
-        # The streams to cast weights on and to average gradients on: on a GPU, from _shard() on.
-        self._streams: tuple[torch.cuda.Stream | None, torch.cuda.Stream | None] = (None, None)
         self._runner = UnitRunner(prefetch, keep_gathered, self.group)
         self.units: tuple[ShardedUnit, ...] = ()
         self._plan = ShardingPlan(units=[], replicated=[])
@@ -340,15 +338,10 @@ class FSDP(StateDictOfSlices):
         module = self.module
         mark_share(module, type(self).__name__, self.group)  # For state dicts, which then say whose slices they hold.
         sharded = self._distribute(plan, distributed)
-        shards = [parameter.shard for parameter in sharded.values()]
-        if shards and shards[0].is_cuda and self._streams[0] is None:  # refresh() keeps the streams.
-            gpu = shards[0].device
-            # Of high priority, so that the layers that are being computed do not hold up what others wait for.
-            self._streams = torch.cuda.Stream(gpu, priority=-1), torch.cuda.Stream(gpu, priority=-1)
         self._plan = plan
-        settings = self._gradient_dtype, self._runner.access, self._streams
         self.units = tuple(
-            ShardedUnit(unit, [sharded[entry] for entry in unit.sharded], *settings) for unit in plan.units
+            ShardedUnit(unit, [sharded[entry] for entry in unit.sharded], self._gradient_dtype, self._runner.access)
+            for unit in plan.units
         )
         self._runner.run(self.units)  # From now on.
         trained = [(entry.names[0], entry.held) for entry in plan.replicated if entry.held.requires_grad]

@@ -1,7 +1,5 @@
 """Gathers come ahead of use and reductions during the backward pass, in one order on all ranks, whoever comes late."""
 
-import weakref
-
 import pytest
 import torch
 from fsdp_models import batch, gathered_units, loss_of, recorded, train, transformer, whole_gradients
@@ -11,7 +9,7 @@ from same_tensors import assert_same
 from small_models import gradients, share
 from torch import nn
 
-from cs336sys.parallel.collectives import SliceExchange, group_device
+from cs336sys.parallel.collectives import group_device
 from cs336sys.parallel.fsdp import FSDP
 
 UNITS = ["token_embeddings", "layers.0", "layers.1", "lm_head"]
@@ -81,53 +79,6 @@ def test_order_of_units_may_change(prefetch, keep_gathered):
         # Weights that were not gathered anew would be those of the step before.
         for model in (sharded, alone):
             torch.optim.SGD(model.parameters(), lr=0.5).step()
-
-
-class Stream:
-    """Only takes notes, of whether gradients that were sent are there, too."""
-
-    device, notes, sent = None, [], []
-
-    def __init__(self, name):
-        self.name = name
-
-    def wait_stream(self, other):
-        alive = all(gradient() is not None for gradient in self.sent)
-        self.notes.append(f"{self.name} waits for {other.name}" + ("" if alive else ", gradients are gone"))
-
-    def __enter__(self):
-        self.notes.append(f"on {self.name}")
-
-    def __exit__(self, *error):
-        self.notes.append(f"off {self.name}")
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("compute_dtype", [None, torch.bfloat16])
-def test_weights_are_cast_and_gradients_averaged_beside_the_current_stream(compute_dtype):
-    """Waiting is "communicate", too: for the weights on the stream that computes, for half precision on another."""
-    sharded, start = FSDP(Shuffled(), compute_dtype), SliceExchange.start
-    Stream.notes, Stream.sent = [], []
-
-    def note_start(self, received, tensor, *sizes):
-        Stream.sent.append(weakref.ref(tensor))
-        start(self, received, tensor, *sizes)
-
-    for unit in sharded.units:
-        unit._stream = Stream("side")
-        for group, _ in unit.scatter._groups:
-            group._stream = Stream("mean")
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream("main"))
-        monkeypatch.setattr(SliceExchange, "start", note_start)
-        with recorded([], lambda: Stream.notes.append("communicate")):
-            sharded(torch.ones(2, 4), [0]).backward()
-        sharded.finish_gradient_synchronization()
-    gather = ["side waits for main", "on side", "communicate", "off side", "communicate"]
-    exchange = ["communicate", "mean waits for main", "on mean", "communicate", "off mean", "main waits for mean"]
-    # The one unit is the last: it is kept for the backward pass from the second step on.
-    assert Stream.notes == [*gather, *gather, *(exchange if compute_dtype else ["communicate"] * 2)]
-    assert whole_gradients(sharded)["blocks.0.weight"].any()
 
 
 @on_ranks(2, gpus=True)
