@@ -1,6 +1,5 @@
 """``cs336sys account``: the functions of its subcommands, which :mod:`cs336sys.commands.account` groups."""
 
-from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Annotated
@@ -116,40 +115,33 @@ def attention(
     output.emit(attention_tables(batch_size, context, head_dim, dtype, implementation, capacity, causal=causal))
 
 
-@dataclass(frozen=True)
-class PlacementOptions:
-    """Options for the cut of a step, who shares it, and what it runs on."""
-
+def step(
+    model: options.SizeOptions = options.SizeOptions(["2.7b"]),
+    precision: options.PrecisionOptions = options.PrecisionOptions(["bf16"]),
+    implementation: options.ImplementationOptions = options.ImplementationOptions(),
     checkpoint: Annotated[
         str,
         setting(
             help="none, block, every=K, nested, keep=N (fused kernels).",
             autocompletion=among(("none", "block", "every=", "nested", "keep=")),
         ),
-    ] = "none"
-    accumulation: Annotated[int, setting(help="Micro-batches of a step.", min=1)] = 1
-    world_size: Annotated[int, setting(help="Ranks, each with a batch of its own.", min=1)] = 1
+    ] = "none",
+    accumulation: Annotated[int, setting(help="Micro-batches of a step.", min=1)] = 1,
+    world_size: Annotated[int, setting(help="Ranks, each with a batch of its own.", min=1)] = 1,
     strategy: Annotated[
         str | None,
         choice(
             PREDICTED_STRATEGIES, "bucketed, optimizer, optimizer-flat, fsdp, ... Default: bucketed with several ranks."
         ),
-    ] = None
-    gradient_dtype: Annotated[str, choice(PRECISIONS, "What buckets are sent in.")] = "fp32"
+    ] = None,
+    gradient_dtype: Annotated[str, choice(PRECISIONS, "What buckets are sent in.")] = "fp32",
     gpu: Annotated[
         str | None, choice(GPUS, f"{', '.join(GPUS)}, or as torch names it. Default: --rates', or h200.", parser=str)
-    ] = None
-    rates: Annotated[Path | None, reads_file(help="Rates of your GPU, from doctor --ceilings.")] = None
+    ] = None,
+    rates: Annotated[Path | None, reads_file(help="Rates of your GPU, from doctor --ceilings.")] = None,
     launch_us: Annotated[
         float | None, setting(help="CPU microseconds of a kernel launch. Default: usual.", min=0, max=1e4)
-    ] = None
-
-
-def step(
-    model: options.SizeOptions = options.SizeOptions(["2.7b"]),
-    precision: options.PrecisionOptions = options.PrecisionOptions(["bf16"]),
-    implementation: options.ImplementationOptions = options.ImplementationOptions(),
-    placement: PlacementOptions = PlacementOptions(),
+    ] = None,
     output: OutputOptions = OutputOptions(),
 ) -> None:
     """Predict a training step term by term: work over measured rates, launches, exposed communication; and the error.
@@ -161,23 +153,19 @@ def step(
     from cs336sys.accounting.step_time.choice import refusal
     from cs336sys.commands.account.model_tables import step_tables
 
-    strategy, world_size = placement.strategy, placement.world_size
     if strategy is not None and world_size == 1:
         raise UsageError(f"--strategy {strategy}: one rank shares nothing; add --world-size")
-    measured = h200_rates() if placement.rates is None else read_rates(placement.rates)
-    gpu_rates = measured if placement.gpu is None else rates_of(placement.gpu, measured)
+    measured = h200_rates() if rates is None else read_rates(rates)
+    gpu_rates = measured if gpu is None else rates_of(gpu, measured)
     output.check()
     sharing = strategy or ("bucketed" if world_size > 1 else None)  # Among ranks; as the option's default says.
     configurations = []
     for size, dtype, settings in product(model.sizes(), precision.precisions(), implementation.combinations(Workload)):
         training = Workload(size, "train", dtype or size.precision, **settings)  # None: the size's.
-        checkpointing, accumulation = placement.checkpoint, placement.accumulation
-        gradient_dtype = placement.gradient_dtype
-        configuration = StepConfiguration(training, checkpointing, accumulation, sharing, world_size, gradient_dtype)
+        configuration = StepConfiguration(training, checkpoint, accumulation, sharing, world_size, gradient_dtype)
         if (reason := refusal(configuration)) is not None:
             raise UsageError(reason)
         configurations.append(configuration)
-    launch_us = placement.launch_us
     output.emit(step_tables(configurations, gpu_rates, None if launch_us is None else launch_us / 1e6))
 
 
