@@ -4,13 +4,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from cs336sys.accounting.communication import bus_factor
 from cs336sys.accounting.flops import count_parameters, model_flops
 from cs336sys.accounting.hardware import NVLINK_BYTES_PER_S, Cluster, OverlapSlowdown
 from cs336sys.accounting.scaling import DeviceTime, Dtypes
-from cs336sys.accounting.sharding.cells import sharding_sent_bytes
 from cs336sys.errors import UsageError
 from cs336sys.results.model import Cell, Results, read_several
 from cs336sys.settings.parallel import DATA_PARALLEL_STRATEGIES, ParallelWorkload
@@ -300,11 +298,8 @@ def _verdict(cell: Cell, step_ms: float, overlapped_ms: float, in_turn_ms: float
 
 
 def _sent_bytes(cell: Cell, workload: ParallelWorkload) -> float | None:
-    """Return the bytes that a rank sends in a step, as counted or else by a formula; None without either."""
-    sent_bytes: Any = cell.derived.get("sent_bytes")
-    if sent_bytes:
-        return float(sent_bytes)
-    if workload.strategy in DATA_PARALLEL_STRATEGIES:
-        communicated = cell.derived.get("communicated_bytes")
-        return None if not communicated else communicated * bus_factor("all_reduce", workload.world_size)
-    return sharding_sent_bytes(workload)
+    """Return the bytes that a rank sends in a step; None where they were not counted."""
+    if workload.strategy not in DATA_PARALLEL_STRATEGIES:
+        return cell.derived.get("sent_bytes")
+    gradient_bytes = cell.derived.get("communicated_bytes")
+    return gradient_bytes and gradient_bytes * bus_factor("all_reduce", workload.world_size)
