@@ -99,7 +99,7 @@ class Evidence:
     """The saved cells of one machine."""
 
     machine: str = ""  # Its GPU or CPU, and torch's version.
-    shown: list[tuple[Invocation, list[Cell]]] = field(default_factory=list)
+    selections: list[Selection] = field(default_factory=list)  # The cells of each invocation.
     tests: Mapping[str, str] = field(default_factory=dict)  # Outcomes by the name of the test, of a JUnit file.
 
     def find(self, command: str, preferred: Settings | None = None, /, **required: Collection[Any]) -> list[Selection]:
@@ -121,8 +121,7 @@ class Evidence:
         """Find as :meth:`find`, with all cells of every invocation, so that cells of one can be compared."""
         # Cells of ``shard --board`` (the leaderboard's step) have other columns: only ``board=(True,)`` finds them.
         settings = {"board": (None, False), **required}
-        selections = [Selection(invocation, cells) for invocation, cells in self.shown if invocation.command == command]
-        groups = _narrowed(selections, settings)
+        groups = _narrowed([group for group in self.selections if group.invocation.command == command], settings)
         for name, values in (preferred or {}).items():
             groups = _narrowed(groups, {name: values}) or groups
 
@@ -164,13 +163,13 @@ def evidence_of(files: Sequence[Results], tests: Mapping[str, str]) -> tuple[lis
             faults.append(f"cells of '{invocation.command}' are passed over: this cs336sys knows no such command")
             continue
         try:
-            cells = shown_cells(invocation)
+            selection = Selection(invocation, shown_cells(invocation))
         except UsageError as error:
             faults.append(str(error))
             continue
         name = machine_name(invocation.runs[-1] if invocation.runs else None)
-        machines.setdefault(name, Evidence(name, tests=tests)).shown.append((invocation, cells))
-    most_first = sorted(machines.values(), key=lambda evidence: -sum(len(cells) for _, cells in evidence.shown))
+        machines.setdefault(name, Evidence(name, tests=tests)).selections.append(selection)
+    most_first = sorted(machines.values(), key=lambda evidence: -len(cells_of(evidence.selections)))
     return most_first or [Evidence(tests=tests)], faults  # Without any cell, tests and arithmetic still answer.
 
 
