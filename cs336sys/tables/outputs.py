@@ -1,7 +1,6 @@
 """Write results to files, and find out before measuring whether they can be written."""
 
 import contextlib
-import importlib.util
 import io
 import os
 import sys
@@ -9,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from cs336sys.errors import CapabilityError, OutputError, ReaderLeft, UsageError
+from cs336sys.errors import OutputError, ReaderLeft, UsageError
 from cs336sys.processes.files import written_whole
 
 if TYPE_CHECKING:
@@ -65,20 +64,13 @@ def require_folder(path: Path, option: str) -> None:
 
 
 def check_plot(path: Path | None, option: str = "--plot") -> None:
-    """Raise a UsageError or CapabilityError, before anything is measured, if a picture cannot be written or drawn."""
+    """Raise a UsageError, before anything is measured, if a picture cannot be written."""
     if path is None:
         return
     if path.suffix not in _PICTURES:
         raise UsageError(f"{option} {path}: the file must end in {', '.join(_PICTURES)}")
-    check_drawing(f"{option} {path}")
     require_folder(path, option)
     check_writable(path, option)
-
-
-def check_drawing(option: str) -> None:
-    """Raise a CapabilityError that names the option if matplotlib is not installed."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise CapabilityError(f"{option}: matplotlib is not installed: python -m pip install matplotlib")
 
 
 def write_file(path: Path, content: bytes, option: str) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from cs336sys.errors import CapabilityError, OutputError, UsageError
 from cs336sys.processes.files import OwnedFolder
-from cs336sys.tables.outputs import check_drawing, check_writable
+from cs336sys.tables.outputs import check_writable
 from cs336sys.tables.table import Table, grid_of, one_line, package_templates
 
 # So many columns fit a printed page in smaller letters alone. Texts of more characters wrap; longer words are broken.
@@ -87,10 +87,9 @@ def print_page(text: str, browser: str) -> bytes:
 
 
 def check_page_writable(path: Path | None) -> None:
-    """Raise a UsageError or CapabilityError, before anything is measured, if a page with pictures cannot be written."""
+    """Raise a UsageError, before anything is measured, if a page cannot be written."""
     if path is None:
         return
     if path.suffix.lower() not in (".html", ".htm"):
         raise UsageError(f"--html {path}: the file must end in .html")
-    check_drawing(f"--html {path}")
     check_writable(path, "--html")

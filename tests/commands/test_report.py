@@ -2,7 +2,6 @@
 
 import gzip
 import re
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -31,17 +30,6 @@ def test_writes_the_format_of_the_files_name_and_pictures_beside_it(tmp_path):
     assert (tmp_path / "write-up-01.png").read_bytes().startswith(b"\x89PNG")
     assert "## communication_accounting" in text
     assert "## nsys_profile" not in text
-
-
-def test_without_matplotlib_the_document_has_all_but_its_pictures(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    page = tmp_path / "write-up.html"
-    names = "ddp_overlap_individual_parameters_benchmarking"
-    result = report("--year", "2025", "--from", RESULTS / "ddp-fp32*", "--only", names, "--output", page)
-    assert result.exit_code == 0
-    assert result.stderr.count("pictures are left out") == 1
-    assert "So the second implementation overlaps" in page.read_text()
-    assert "<img" not in page.read_text()
 
 
 def test_the_courses_tests_are_read_from_pytests_file(tmp_path):

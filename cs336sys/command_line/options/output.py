@@ -38,7 +38,7 @@ class OutputOptions:
     wide: Annotated[bool, setting("--wide", help="Do not fold wide rows; page with less -S.")] = False
 
     def check(self, **plots: Path | None) -> None:
-        """Raise a UsageError or CapabilityError, before anything is measured, if tables or pictures cannot be written.
+        """Raise a UsageError, before anything is measured, if tables or pictures cannot be written.
 
         ``plots`` are picture files by the names of their options, ``plot_buckets`` for ``--plot-buckets``.
         """

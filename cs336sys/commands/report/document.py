@@ -14,7 +14,6 @@ from cs336sys.commands.registry import FAULTS, fault_words
 from cs336sys.commands.report.answer import Answer
 from cs336sys.commands.report.evidence import Evidence
 from cs336sys.commands.report.problem import Part, Problem, Target
-from cs336sys.errors import CapabilityError
 from cs336sys.results.foreign import printable
 from cs336sys.results.model import Run
 from cs336sys.tables.outputs import write_file, writing_stdout
@@ -311,8 +310,6 @@ def write_document(document: Document, format: str, output: Path | None) -> list
                 draw(path)
                 file_names.append(path.name)
                 return path.name
-        except (ImportError, CapabilityError) as error:
-            notes.append(f"pictures are left out: {error}")
         except FAULTS as error:
             notes.append(f"left out a picture, because its saved data cannot be drawn: {error}")
         return None
