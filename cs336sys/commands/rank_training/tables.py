@@ -2,7 +2,7 @@
 
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -190,17 +190,21 @@ def _draw_timeline(axes: Axes, timeline: dict[str, Any]) -> None:
     axes.tick_params(axis="x", labelsize=7)
 
 
-def _heading(cell: Cell, settings: dict[str, Any]) -> str:
-    """Name a cell, and say how much of its communication is overlapped and exposed."""
-    configuration, timeline = cell.configuration, cell.derived["timeline"]
+def label_parts(cell: Cell, settings: Iterable[str]) -> list[str]:
+    """Return what tells a cell apart in pictures: its strategy with buckets or prefetch, its size, and ``settings``."""
+    configuration = cell.configuration
     bucket_mb, prefetch = configuration.get("bucket_mb"), configuration.get("prefetch")  # Of ddp, and of FSDP.
     buckets = [] if bucket_mb is None else [bucket_name(bucket_mb)]
     ahead = [] if prefetch is None else [f"prefetch {prefetch}"]
-    setting_values = (f"{configuration[name]}" for name in ("size", *settings))
-    label_parts = [configuration["strategy"], *buckets, *ahead, *setting_values]
+    return [configuration["strategy"], *buckets, *ahead, *(f"{configuration[name]}" for name in ("size", *settings))]
+
+
+def _heading(cell: Cell, settings: dict[str, Any]) -> str:
+    """Name a cell, and say how much of its communication is overlapped and exposed."""
+    timeline = cell.derived["timeline"]
     exposed = exposure(cell).get("exposed_ms")
     return (
-        f"{' '.join(label_parts)}: communication {timeline['communication_ms']:.1f} ms, of which "
+        f"{' '.join(label_parts(cell, settings))}: communication {timeline['communication_ms']:.1f} ms, of which "
         f"{timeline['overlap_ms']:.1f} ms overlapped with computing; exposed {format_value(exposed, 'ms')} ms "
         f"of a {cell.samples['step'].median:.1f} ms step"
     )
@@ -220,15 +224,20 @@ class Curve:
     scaling: str  # ``strong``: the batch stays the same; ``weak``: the sequences of a rank do.
     cells: tuple[Cell, ...]
 
-    def linear_percent(self, cell: Cell) -> Interval | None:
-        """Return the rate of a rank in percent of that on the fewest ranks; None on these."""
-        first = self.cells[0]
-        if cell is first:
-            return None
-        faster = ratio(first.samples["step"], cell.samples["step"])
-        # A rank's rate is its share of the batch over the step.
-        percent = 100 * _share(cell) / _share(first)
-        return Interval(percent * faster.estimate, percent * faster.low, percent * faster.high, neutral=100.0)
+    def rows(self) -> list[dict[str, Any]]:
+        """Return a row for each cell, but on the fewest ranks with the rate of a rank in percent of that on these."""
+        rows, first = [], self.cells[0]
+        for cell in self.cells:
+            row = cell.configuration | cell.derived | exposure(cell)
+            row |= {"scaling": self.scaling, "step_ms": cell.samples["step"]}
+            row |= {"peak_gib": _peak_gib(cell, "measured"), "predicted_peak_gib": _peak_gib(cell, "predicted")}
+            if cell is not first:
+                faster = ratio(first.samples["step"], cell.samples["step"])
+                percent = 100 * _share(cell) / _share(first)  # A rank's rate is its share of the batch over the step.
+                estimate, low, high = (percent * end for end in (faster.estimate, faster.low, faster.high))
+                row["linear_percent"] = Interval(estimate, low, high, neutral=100.0)
+            rows.append(row)
+        return rows
 
 
 def _share(cell: Cell) -> float:
@@ -275,20 +284,7 @@ def with_scaling(tables: RunTableBuilder) -> RunTableBuilder:
 def scaling_tables(cells: Sequence[Cell]) -> list[Table]:
     """Build the table of the cells of every curve, if cells were measured on several numbers of ranks."""
     curves = scaling_curves(cells)
-    rows = [
-        {
-            **cell.configuration,
-            **cell.derived,
-            **exposure(cell),
-            "scaling": curve.scaling,
-            "step_ms": cell.samples["step"],
-            "linear_percent": curve.linear_percent(cell),
-            "peak_gib": _peak_gib(cell, "measured"),
-            "predicted_peak_gib": _peak_gib(cell, "predicted"),
-        }
-        for curve in curves
-        for cell in curve.cells
-    ]
+    rows = [row for curve in curves for row in curve.rows()]
     settings = titles.shown_settings([cell for curve in curves for cell in curve.cells], _SETTING_COLUMNS)
     columns = (
         *named_columns("scaling", "size"),
@@ -327,14 +323,14 @@ def plot_scaling(cells: Sequence[Cell], path: Path, option: str = "--plot-scalin
     curves = scaling_curves(cells)
     scalings = list(dict.fromkeys(curve.scaling for curve in curves)) or ["strong"]
     figure, axes = new_axes(width=12, height=0.6 + 3.4 * len(scalings), rows=len(scalings), columns=3)
-    rate = _rate_column(cells).header
+    rate = _rate_column(cells)
     settings = titles.shown_settings([curve.cells[-1] for curve in curves], _SETTING_COLUMNS)
     for row, scaling in zip(axes, scalings, strict=True):
         drawn = [curve for curve in curves if curve.scaling == scaling]
         for curve in drawn:
-            _draw_curve(row, curve, _curve_name(curve, list(settings)))
+            _draw_curve(row, curve, _curve_name(curve, list(settings)), rate.key)
         ranks = sorted({cell.configuration["world_size"] for curve in drawn for cell in curve.cells})
-        for drawing, quantity in zip(row, (rate, "exposed, % of the step", "peak of a rank, GiB"), strict=True):
+        for drawing, quantity in zip(row, (rate.header, "exposed, % of the step", "peak of a rank, GiB"), strict=True):
             drawing.set_xscale("log", base=2)
             drawing.set_xticks(ranks, [str(count) for count in ranks])
             drawing.minorticks_off()
@@ -363,29 +359,31 @@ def _curve_name(curve: Curve, settings: Sequence[str]) -> str:
     return ", ".join([configuration["strategy"], *varied, batch])
 
 
-def _draw_curve(row: Sequence[Axes], curve: Curve, name: str) -> None:
+def _draw_curve(axes: Sequence[Axes], curve: Curve, name: str, rate: str) -> None:
     """Draw a curve into axes of rates, with its line of linear scaling, of exposed communication, and of peaks."""
-    rates, exposed, peaks = row
-    ranks = [cell.configuration["world_size"] for cell in curve.cells]
-    per_s = [_or_nan(cell.derived[_rate_column(curve.cells).key]) for cell in curve.cells]
+    rates, exposed, peaks = axes
+    rows = curve.rows()
+
+    def points(key: str) -> tuple[list[int], list[Any]]:
+        """Return the numbers of ranks of which a column is known, and its values."""
+        known = [row for row in rows if row.get(key) is not None]
+        return [row["world_size"] for row in known], [row[key] for row in known]
+
+    ranks, per_s = points(rate)
     (line,) = rates.plot(ranks, per_s, marker="o", label=name)
     color = line.get_color()
-    rates.plot(ranks, [per_s[0] * count / ranks[0] for count in ranks], linestyle=":", color=color, alpha=0.6)
-    percents = [(count, exposure(cell).get("exposed_percent")) for count, cell in zip(ranks, curve.cells, strict=True)]
-    measured = [(count, percent) for count, percent in percents if percent is not None]
+    if ranks:
+        rates.plot(ranks, [per_s[0] * count / ranks[0] for count in ranks], linestyle=":", color=color, alpha=0.6)
+    ranks, percents = points("exposed_percent")
     estimates, lows, highs = (
-        [max(getattr(percent, end), 0.0) for _, percent in measured] for end in ("estimate", "low", "high")
+        [max(getattr(percent, end), 0.0) for percent in percents] for end in ("estimate", "low", "high")
     )  # The axis begins at 0.
     errors = [list(map(operator.sub, estimates, lows)), list(map(operator.sub, highs, estimates))]  # Below, above.
-    exposed.errorbar([count for count, _ in measured], estimates, errors, marker="o", capsize=3, color=color)
-    for source, marker, line_style in (("measured", "o", "-"), ("predicted", "_", "--")):
-        peak_gib = [_or_nan(_peak_gib(cell, source)) for cell in curve.cells]
-        if any(map(math.isfinite, peak_gib)):
-            peaks.plot(ranks, peak_gib, marker=marker, linestyle=line_style, color=color)
-
-
-def _or_nan(value: float | None) -> float:
-    return math.nan if value is None else value
+    exposed.errorbar(ranks, estimates, errors, marker="o", capsize=3, color=color)
+    for key, marker, line_style in (("peak_gib", "o", "-"), ("predicted_peak_gib", "_", "--")):
+        ranks, peaks_gib = points(key)
+        if ranks:
+            peaks.plot(ranks, peaks_gib, marker=marker, linestyle=line_style, color=color)
 
 
 def scaling_picture(cells: Sequence[Cell]) -> Pictures:

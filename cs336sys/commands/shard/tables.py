@@ -170,15 +170,12 @@ def plot_memory(cells: Sequence[Cell], path: Path) -> None:
     rows = math.ceil(count / columns)
     figure, grid = new_axes(1 + 2.6 * columns, 4.6 * rows, rows, columns, sharey=True)
     axes = grid.flat
-    settings = shown_settings(cells, {"size": Column("size", "size"), **SHARDING_SETTING_COLUMNS})
+    settings = shown_settings(cells, SHARDING_SETTING_COLUMNS)
     for drawing, cell in zip(axes, drawn, strict=False):
         for source, moments in memory_of(cell).items():
             _draw_bars(drawing, moments, source)
         drawing.set_xticks(range(len(MOMENTS)), MOMENTS, rotation=35, ha="right", fontsize=7)
-        configuration = cell.configuration
-        ahead = [] if configuration["prefetch"] is None else [f"prefetch {configuration['prefetch']}"]
-        names = [configuration["strategy"], *ahead, *(str(configuration[name]) for name in settings)]
-        drawing.set_title(", ".join(names), fontsize=8)
+        drawing.set_title(", ".join(of_steps.label_parts(cell, settings)), fontsize=8)
         drawing.grid(axis="y", alpha=0.3)
     for drawing in axes[::columns]:
         drawing.set_ylabel("memory of the fullest rank, GiB")
