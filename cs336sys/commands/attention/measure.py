@@ -386,10 +386,12 @@ class UsersAttention(UsersProblem):
     The workload's seed is not used: a function could be prepared for a seed that is known.
     """
 
+    odd_shapes = "odd lengths and strides"
     input_names = ("q", "k", "v")
 
     def __init__(self, attention: Attention, workload: AttentionWorkload, device: torch.device):
-        self._workload, self._heads_per_key_head = workload, workload.heads // workload.key_heads
+        self._attention, self._workload, self._device = attention, workload, device
+        self._heads_per_key_head = workload.heads // workload.key_heads
         # One head of keys and values, with the heads of queries that share it.
         self._head_workload = replace(workload, batch_size=1, heads=self._heads_per_key_head, kv_heads=1)
         inputs = random_inputs(replace(workload, seed=secrets.randbits(62)), device)
@@ -402,7 +404,7 @@ class UsersAttention(UsersProblem):
         first_head = key_head * self._heads_per_key_head
         queries = batch, slice(first_head, first_head + self._heads_per_key_head)
         keys = batch, slice(key_head, key_head + 1)
-        new = random_inputs(replace(self._head_workload, seed=secrets.randbits(62)), self.intended[0].device)
+        new = random_inputs(replace(self._head_workload, seed=secrets.randbits(62)), self._device)
         results = exact_results(new, self._head_workload)
         with torch.no_grad():
             for tensor, new_tensor, where in zip(self.intended, new, (queries, keys, keys, queries), strict=True):
@@ -410,39 +412,49 @@ class UsersAttention(UsersProblem):
             for name, where in (("out", queries), ("dq", queries), ("dk", keys), ("dv", keys)):
                 self.right[name][where] = results[name][0]
 
+    def odd_cases(self) -> list[Callable[[], OddCase]]:
+        return [
+            functools.partial(self._odd_case, context, is_strided)
+            # A length that no tile divides, and one shorter than any tile.
+            for context, is_strided in itertools.product((131, 1), (False, True))
+        ]
+
+    def _odd_case(self, context: int, is_strided: bool) -> OddCase:
+        """Prepare a length that no tile divides; strided inputs have tokens before heads in memory."""
+        workload, attention = self._workload, self._attention
+        # All heads where they are few, else one group: the heads that share a head of keys. Either way as many share.
+        heads = workload.heads if workload.heads <= 4 else self._heads_per_key_head
+        kv_heads = None if workload.kv_heads is None else max(1, heads * workload.key_heads // workload.heads)
+        window = None if workload.window is None else min(workload.window, context)
+        odd = replace(workload, batch_size=2, heads=heads, kv_heads=kv_heads, context=context, window=window)
+        # random_inputs() puts tokens before heads for fa4; nobody can prepare for a seed that was drawn just now.
+        odd = replace(odd, seed=secrets.randbits(62), implementation="fa4" if is_strided else "")
+        inputs = random_inputs(odd, self._device)
+        expected = {"out": exact_results(inputs, odd)["out"]}  # Before the kernel can change them.
+        description = f"a context of {context}" + (" with strided inputs" if is_strided else "")
+        return description, lambda: {"out": attention(*inputs.differentiable).detach()}, expected
+
+    def least_ms(self) -> dict[str, float]:
+        has_gradient = self._attention(*self.inputs.values()).requires_grad  # Only a call shows it.
+        parts = PARTS if has_gradient else PARTS[:1]  # The forward pass alone.
+        return {part: _least_attention_ms(self._workload, self._device, part) for part in parts}
+
+    def rates(self, samples: dict[str, Samples]) -> dict[str, Any]:
+        return self._workload.tflops(samples)
+
 
 def measure_own_attention(configuration: dict[str, Any], progress: Progress) -> Outcome:
     """Measure a cell of ``flash --kernel``, of the user's attention or of another: runs in the worker process.
 
     Samples are those of :func:`measure_flash`; ``forward`` alone where the output has no gradient. Each
-    call that is timed has new inputs, and is checked (:mod:`cs336sys.timing.calls`).
+    call that is timed has new inputs, and is checked (:mod:`cs336sys.commands.own_kernels`).
     """
     workload = AttentionWorkload.from_configuration(configuration)
     if not is_user_code(workload.implementation):
         return measure_flash(configuration, progress)
     device = choose_device(workload.device)
-    attention = _load_attention(workload)
-
-    def find_least_ms(problem: UsersProblem) -> dict[str, float]:
-        has_gradient = attention(*problem.inputs.values()).requires_grad  # Only a call shows it.
-        parts = PARTS if has_gradient else PARTS[:1]  # The forward pass alone.
-        return {part: _least_attention_ms(workload, device, part) for part in parts}
-
-    return measure_users_function(
-        workload,
-        device,
-        TOLERANCES[workload.dtype],
-        progress,
-        odd_cases=[
-            functools.partial(_odd_length_case, attention, workload, device, context, is_strided)
-            # A length that no tile divides, and one shorter than any tile.
-            for context, is_strided in itertools.product((131, 1), (False, True))
-        ],
-        odd_shapes="odd lengths and strides",
-        make_problem=functools.partial(UsersAttention, attention, workload, device),
-        find_least_ms=find_least_ms,
-        rates=workload.tflops,
-    )
+    make_problem = functools.partial(UsersAttention, _load_attention(workload), workload, device)
+    return measure_users_function(make_problem, workload, device, TOLERANCES[workload.dtype], progress)
 
 
 def _load_attention(workload: AttentionWorkload) -> Attention:
@@ -457,23 +469,6 @@ def _load_attention(workload: AttentionWorkload) -> Attention:
         return out
 
     return attention
-
-
-def _odd_length_case(
-    attention: Attention, workload: AttentionWorkload, device: torch.device, context: int, is_strided: bool
-) -> OddCase:
-    """Prepare a length that no tile divides; strided inputs have tokens before heads in memory."""
-    # All heads where they are few, else one group: the heads that share a head of keys. Either way as many share one.
-    heads = workload.heads if workload.heads <= 4 else workload.heads // workload.key_heads
-    kv_heads = None if workload.kv_heads is None else max(1, heads * workload.key_heads // workload.heads)
-    window = None if workload.window is None else min(workload.window, context)
-    odd = replace(workload, batch_size=2, heads=heads, kv_heads=kv_heads, context=context, window=window)
-    # random_inputs() puts tokens before heads for fa4; nobody can prepare for a seed that was drawn just now.
-    odd = replace(odd, seed=secrets.randbits(62), implementation="fa4" if is_strided else "")
-    inputs = random_inputs(odd, device)
-    expected = {"out": exact_results(inputs, odd)["out"]}  # Before the kernel can change them.
-    description = f"a context of {context}" + (" with strided inputs" if is_strided else "")
-    return description, lambda: {"out": attention(*inputs.differentiable).detach()}, expected
 
 
 def _least_attention_ms(workload: AttentionWorkload, device: torch.device, part: str) -> float:

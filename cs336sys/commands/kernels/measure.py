@@ -4,13 +4,13 @@ import functools
 import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch._functorch.config
 
 from cs336sys.accounting.hardware import least_ms
-from cs336sys.commands.kernels.operation import DifferentiatedFunction, Function, Operation, as_tuple
+from cs336sys.commands.kernels.operation import DifferentiatedFunction, Function, as_tuple
 from cs336sys.commands.own_kernels import OUTPUT_NAMES, PARTS, OddCase, UsersProblem, measure_users_function
 from cs336sys.machine.device import choose_device, held_memory_gib, peak_memory_gib, reset_peak_memory
 from cs336sys.results.model import Samples
@@ -21,6 +21,9 @@ from cs336sys.settings.user_code import is_user_code
 from cs336sys.timing.calls import time_queued_calls
 from cs336sys.timing.relative_error import Errors, judged, relative_errors
 from cs336sys.training.user_models import load
+
+if TYPE_CHECKING:
+    from cs336sys.commands.kernels.operations import Operation
 
 # Largest relative error of an output or a gradient, as a whole, that counts as right. bf16 rounds to 8 bits, fp16 to
 # 11: eager PyTorch rounds a few times. fp32 leaves room for the order of sums, and for torch's fused AdamW, whose
@@ -34,7 +37,7 @@ _OPERATIONS = "cs336sys.commands.kernels.operations.OPERATIONS"
 COPIED_BYTES = {"cuda": 2**30, "cpu": 2**24}
 
 
-def kernel_errors(function: Function, operation: Operation, workload: KernelWorkload, device: torch.device) -> Errors:
+def kernel_errors(function: Function, operation: "Operation", workload: KernelWorkload, device: torch.device) -> Errors:
     """Return the errors of each output and each gradient, by name."""
     return relative_errors(operation.results(function, workload, device), operation.expected(workload, device))
 
@@ -78,7 +81,7 @@ def measure_kernel(configuration: dict[str, Any], progress: Progress) -> Outcome
 
 
 def part_rates(
-    operation: Operation, workload: KernelWorkload, samples: Mapping[str, Samples], device: torch.device
+    operation: "Operation", workload: KernelWorkload, samples: Mapping[str, Samples], device: torch.device
 ) -> dict[str, Any]:
     """Return TFLOP/s and GB/s of each part, whose samples are in ms, and which percentage of a copy's rate GB/s are."""
     derived: dict[str, Any] = {}
@@ -104,10 +107,12 @@ def _memory_over_inputs_gib(call: Callable[[], object], device: torch.device) ->
 class UsersOperation(UsersProblem):
     """The user's function of an op; all inputs, and the gradients of its outputs, are new before each call."""
 
+    odd_shapes = "odd numbers of rows"
+
     def __init__(
         self, function: Function, operation: DifferentiatedFunction, workload: KernelWorkload, device: torch.device
     ):
-        self._operation, self._workload, self._device = operation, workload, device
+        self._function, self._operation, self._workload, self._device = function, operation, workload, device
         self.draw_intended()  # UsersProblem's constructor copies what this chooses.
         super().__init__(lambda inputs: as_tuple(function(**inputs)))
 
@@ -124,12 +129,32 @@ class UsersOperation(UsersProblem):
         gradients = self._operation.gradients(outputs_as_computed, workload)
         self.intended = [tensor.detach() for tensor in (*inputs.values(), *gradients)]
 
+    def odd_cases(self) -> list[Callable[[], OddCase]]:
+        return [functools.partial(self._odd_case, tokens) for tokens in (131, 1)]  # Rows that no tile divides.
+
+    def _odd_case(self, tokens: int) -> OddCase:
+        """Prepare a number of rows that no tile divides, on inputs that nobody knows before."""
+        odd_workload = replace(self._workload, tokens=tokens, seed=secrets.randbits(60))
+        run = functools.partial(self._operation.results, self._function, odd_workload, self._device)
+        return f"{tokens} rows", run, self._operation.expected(odd_workload, self._device)
+
+    def least_ms(self) -> dict[str, float]:
+        """Return the least ms of each part's FLOPs and bytes at the datasheet's peaks; 0 where these are not known."""
+        gpu = torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else ""
+        flops, moved_bytes = self._operation.flops(self._workload), self._operation.moved_bytes(self._workload)
+        return {
+            part: least_ms(gpu, self._workload.dtype, flops.get(part, 0), moved_bytes.get(part, 0)) for part in PARTS
+        }
+
+    def rates(self, samples: dict[str, Samples]) -> dict[str, Any]:
+        return part_rates(self._operation, self._workload, samples, self._device)
+
 
 def measure_own_kernel(configuration: dict[str, Any], progress: Progress) -> Outcome:
     """Measure a cell of ``kernels --kernel``, of the user's function or of another: runs in the worker process.
 
     Samples and derived columns are those of :func:`measure_kernel`. Each call that is timed has new inputs, and is
-    checked (:mod:`cs336sys.timing.calls`).
+    checked (:mod:`cs336sys.commands.own_kernels`).
     """
     workload = KernelWorkload.from_configuration(configuration)
     if not is_user_code(workload.implementation):
@@ -137,33 +162,5 @@ def measure_own_kernel(configuration: dict[str, Any], progress: Progress) -> Out
     device = choose_device(workload.device)
     operation = import_named(_OPERATIONS)[workload.op]
     assert isinstance(operation, DifferentiatedFunction), "the command refuses others"
-    function = load(workload.implementation)
-    return measure_users_function(
-        workload,
-        device,
-        TOLERANCES[workload.dtype],
-        progress,
-        odd_cases=[  # With numbers of rows that no tile divides.
-            functools.partial(_odd_rows_case, function, operation, workload, device, tokens) for tokens in (131, 1)
-        ],
-        odd_shapes="odd numbers of rows",
-        make_problem=functools.partial(UsersOperation, function, operation, workload, device),
-        find_least_ms=lambda problem: {part: _least_ms(operation, workload, device, part) for part in PARTS},
-        rates=functools.partial(part_rates, operation, workload, device=device),
-    )
-
-
-def _odd_rows_case(
-    function: Function, operation: DifferentiatedFunction, workload: KernelWorkload, device: torch.device, tokens: int
-) -> OddCase:
-    """Prepare a number of rows that no tile divides, on inputs that nobody knows before."""
-    odd_workload = replace(workload, tokens=tokens, seed=secrets.randbits(60))
-    run = functools.partial(operation.results, function, odd_workload, device)
-    return f"{tokens} rows", run, operation.expected(odd_workload, device)
-
-
-def _least_ms(operation: DifferentiatedFunction, workload: KernelWorkload, device: torch.device, part: str) -> float:
-    """Return the least ms that a part's FLOPs and bytes take at the datasheet's peaks; 0 where these are not known."""
-    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    flops, moved_bytes = operation.flops(workload).get(part, 0), operation.moved_bytes(workload).get(part, 0)
-    return least_ms(gpu, workload.dtype, flops, moved_bytes)
+    make_problem = functools.partial(UsersOperation, load(workload.implementation), operation, workload, device)
+    return measure_users_function(make_problem, workload, device, TOLERANCES[workload.dtype], progress)

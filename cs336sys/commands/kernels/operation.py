@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,28 +18,6 @@ TimedCalls = dict[str, Callable[[], object]]
 Random = Callable[..., Tensor]  # Takes a shape and perhaps a dtype, which is otherwise the workload's.
 
 
-class Operation(Protocol):
-    """One op, whose implementations are functions of the same kind."""
-
-    implementations: Implementations
-
-    def results(self, function: Function, workload: KernelWorkload, device: torch.device) -> dict[str, Tensor]:
-        """Return what a function computes from the workload's random inputs, by name."""
-
-    def expected(self, workload: KernelWorkload, device: torch.device) -> dict[str, Tensor]:
-        """Return the same in float64."""
-
-    def calls(self, function: Function, workload: KernelWorkload, device: torch.device) -> TimedCalls:
-        """Return the timed calls by part; ``end_to_end`` is among them."""
-
-    def moved_bytes(self, workload: KernelWorkload) -> dict[str, int]:
-        """Return the least that each part must read and write; empty for matrix products."""
-
-    def flops(self, workload: KernelWorkload) -> dict[str, int]:
-        """Return the FLOPs of matrix products by part."""
-        return {}
-
-
 def random_tensors(
     workload: KernelWorkload, device: torch.device, seed_offset: int = 0
 ) -> tuple[Random, torch.Generator]:
@@ -53,7 +31,7 @@ def random_tensors(
 
 
 @dataclass(frozen=True)
-class DifferentiatedFunction(Operation):
+class DifferentiatedFunction:
     """A function of tensors, timed forward and backward.
 
     Attributes:
@@ -70,9 +48,11 @@ class DifferentiatedFunction(Operation):
     products: Callable[[KernelWorkload], int] | None = None
 
     def results(self, function: Function, workload: KernelWorkload, device: torch.device) -> dict[str, Tensor]:
+        """Return what a function computes from the workload's random inputs, by name."""
         return self._results(function, self.random_inputs(workload, device), workload)
 
     def expected(self, workload: KernelWorkload, device: torch.device) -> dict[str, Tensor]:
+        """Return the same in float64."""
         exact = {
             name: tensor.detach().double().requires_grad_() if tensor.is_floating_point() else tensor
             for name, tensor in self.random_inputs(workload, device).items()
@@ -80,6 +60,7 @@ class DifferentiatedFunction(Operation):
         return self._results(self.reference(workload), exact, workload)
 
     def calls(self, function: Function, workload: KernelWorkload, device: torch.device) -> TimedCalls:
+        """Return the timed calls by part; ``end_to_end`` is among them."""
         inputs = self.random_inputs(workload, device)
         leaves = _tensors_with_gradient(inputs)
         outputs = as_tuple(function(**inputs))
@@ -91,12 +72,14 @@ class DifferentiatedFunction(Operation):
         }
 
     def moved_bytes(self, workload: KernelWorkload) -> dict[str, int]:
+        """Return the least that each part must read and write; empty for matrix products."""
         if self.moved_tensors is None:
             return {}
         forward, backward = (count * workload.tensor_bytes for count in self.moved_tensors)
         return {"forward": forward, "backward": backward, "end_to_end": forward + backward}
 
     def flops(self, workload: KernelWorkload) -> dict[str, int]:
+        """Return the FLOPs of matrix products by part."""
         # No FLOPs of single passes: an implementation may do in the forward pass what others do in the backward pass.
         return {} if self.products is None else {"end_to_end": self.products(workload)}
 

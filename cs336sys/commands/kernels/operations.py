@@ -16,7 +16,6 @@ from cs336sys.commands.kernels.operation import (
     DifferentiatedFunction,
     Function,
     Implementations,
-    Operation,
     Random,
     TimedCalls,
     random_tensors,
@@ -61,10 +60,11 @@ def torch_adamw(parameters: list[Tensor], copies: list[Tensor], **settings: Any)
 
 
 @dataclass(frozen=True)
-class OptimizerStep(Operation):
+class OptimizerStep:
     """AdamW of float32 parameters with float32 gradients, and of the copies in half precision that a model reads.
 
-    Tokens x width elements in :data:`NUM_PARAMETERS` tensors. Copies are written where the dtype is not fp32.
+    Tokens x width elements in :data:`NUM_PARAMETERS` tensors. Copies are written where the dtype is not fp32. Its
+    methods are those of :class:`DifferentiatedFunction`.
     """
 
     implementations: Implementations
@@ -102,6 +102,9 @@ class OptimizerStep(Operation):
         # The gradient is read; parameter and both moments are read and written: 7 numbers in fp32. A copy is written.
         return {"end_to_end": 7 * 4 * workload.elements + (0 if workload.dtype == "fp32" else workload.tensor_bytes)}
 
+    def flops(self, workload: KernelWorkload) -> dict[str, int]:
+        return {}
+
     def _tensors(self, workload: KernelWorkload, device: torch.device) -> tuple[list[Tensor], list[Tensor], Function]:
         """Return parameters, their copies in half precision (none in fp32), and what makes random gradients."""
         random, _ = random_tensors(workload, device)
@@ -116,6 +119,8 @@ class OptimizerStep(Operation):
         for parameter in parameters:
             parameter.grad = random(parameter.shape, torch.float32)
 
+
+Operation = DifferentiatedFunction | OptimizerStep
 
 EPS = 1e-5
 CHUNK_TOKENS = 4096  # Tokens whose logits ``chunked`` holds at a time: 1.2 GB in bf16 for a vocabulary of 151,936.
