@@ -5,6 +5,7 @@ and after one that could not be captured in a CUDA graph, because parts of torch
 """
 
 import contextlib
+import functools
 import multiprocessing.connection
 import os
 import pickle
@@ -194,8 +195,14 @@ class WorkerHere:
 
     def __init__(self, measure: str, arguments: tuple[str, ...] = ()):
         use_private_caches()
-        self._measure_cell = imported(measure)
-        self.run: Run | None = imported("cs336sys.machine.environment:new_run")(arguments)
+        with telling_import_errors():
+            self._measure_cell = imported(measure)
+        self._arguments = arguments
+
+    @functools.cached_property
+    def run(self) -> Run:
+        run: Run = imported("cs336sys.machine.environment:new_run")(self._arguments)
+        return run
 
     def start(self, *, timeout_s: float | None = None) -> Outcome | None:
         """Start nothing: this process runs."""

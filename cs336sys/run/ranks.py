@@ -8,7 +8,6 @@ ends the other ranks.
 
 import contextlib
 import datetime
-import functools
 import itertools
 import os
 import pickle
@@ -16,21 +15,16 @@ import sys
 from collections.abc import Collection, Sequence
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import Annotated, Any, NoReturn
 
 from cs336sys.command_line.options import training as options
 from cs336sys.command_line.options.output import OutputOptions
 from cs336sys.command_line.options.reading import writes_file
 from cs336sys.errors import CapabilityError, UsageError
 from cs336sys.processes import RankIdentity, is_first_rank, started_outside
-from cs336sys.processes.child import imported
-from cs336sys.results.model import Run
-from cs336sys.settings.course_package import telling_import_errors
+from cs336sys.run.cells import Outcome, Progress, WorkerHere
 from cs336sys.settings.parallel import ONLY_BUCKETED, ParallelWorkload
 from cs336sys.settings.training import Workload
-
-if TYPE_CHECKING:
-    from cs336sys.run.cells import Outcome, Progress
 
 # How long ranks that failed wait for rank 0 to print what was measured: their exit makes torchrun end it. A failed run
 # must be over within 10 s.
@@ -89,38 +83,26 @@ class ParallelTraining(options.OptionGroup):
             check_writable(self.trace / "trace.json.gz", "--trace")  # Cells' files have other names: trace_path().
 
 
-class JoinedWorker:
+class JoinedWorker(WorkerHere):
     """A stand-in for :class:`cs336sys.run.cells.Worker` where this process is itself one of the ranks."""
 
     def __init__(
         self, measure: str, arguments: tuple[str, ...], identity: RankIdentity, cells: Collection[dict[str, Any]] = ()
     ):
-        with telling_import_errors():
-            self._measure_cell = imported(measure)
-        self._arguments = arguments
+        super().__init__(measure, arguments)
         self.identity = identity
         self.is_first = identity.rank == 0
         # As long as the most patient of the cells.
         self._join_timeout_s = max((cell.get("timeout_s", _JOIN_S) for cell in cells), default=_JOIN_S)
 
-    @functools.cached_property
-    def run(self) -> Run:
-        from cs336sys.machine.environment import new_run
-
-        return new_run(self._arguments)
-
-    def start(self, *, timeout_s: float | None) -> None:
+    def start(self, *, timeout_s: float | None = None) -> None:
         """Wait for the other ranks; raise a UsageError or CapabilityError if they cannot be found, or do not come."""
         _shared_store(self._join_timeout_s)
 
-    def measure(self, configuration: dict[str, Any], *, timeout_s: float | None, progress: "Progress") -> "Outcome":
+    def measure(self, configuration: dict[str, Any], *, timeout_s: float | None, progress: Progress) -> Outcome:
         """Measure one cell; no time limit can end it, because there is no other process to end."""
-        from cs336sys.run.cells import guarded, release_memory
-
         with contextlib.redirect_stdout(sys.stderr):  # Standard output is for results; what a cell prints is log.
-            outcome = guarded(self._measure_cell, configuration, progress)
-        release_memory()
-        return outcome
+            return super().measure(configuration, timeout_s=timeout_s, progress=progress)
 
     def from_first_rank(self, value: Any) -> Any:
         """Return rank 0's value on every rank, all of which call this; a CapabilityError tells that rank 0 is gone."""
