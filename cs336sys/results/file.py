@@ -7,10 +7,10 @@ import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from cs336sys.errors import UsageError
-from cs336sys.results.foreign import FileUsage, Member, as_member, is_compressed, read_members
+from cs336sys.results.foreign import FILE_BYTES, FileUsage, Member, as_member, is_compressed, read_members
 from cs336sys.results.model import SCHEMA_VERSION, Cell, Run, check_version, configuration_key, json_text, read_record
 
 _WARNED_PERCENT = 80  # How much of the limits within which a file is read may be used without a warning.
@@ -39,10 +39,7 @@ def check_appendable(path: Path) -> None:
     with _refusing_faults(path), path.open("r+b") as stream:  # "+" fails if the file is read-only.
         if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):  # A device or a pipe holds nothing to check.
             return
-        if is_compressed(path):
-            _check_members(path, stream.read())
-        else:
-            _check_first_line(path, stream.readline(2**20))  # A run's, which is short.
+        _read_records(path, stream)
 
 
 @contextlib.contextmanager
@@ -92,31 +89,23 @@ class ResultsFile:
 
     def _read_existing(self) -> None:
         """Check and measure what the file holds, and end a record that an earlier, killed run left half written."""
-        self._stream.seek(0)
         self._usage = FileUsage()
-        if is_compressed(self.path):
-            # A member that is half written, beyond which no program reads, is replaced by a whole one; its line ends.
-            whole, cut = _check_members(self.path, self._stream.read())
-            self._usage.add(whole)
-            rest = b"" if cut is None else cut.content
-            if not (whole + rest or b"\n").endswith(b"\n"):  # An empty file has no line to end.
-                rest += b"\n"
-            if cut is not None:
-                self._stream.truncate(cut.start)
-            if rest:
-                self._stream.write(as_member(rest))
-        else:
-            _check_first_line(self.path, self._stream.readline(2**20))  # A run's, which is short.
-            self._stream.seek(0)
-            while chunk := self._stream.read(2**20):
-                self._usage.add(chunk)
-            if self._stream.seek(0, os.SEEK_END) > 0:  # So that the next record starts a line of its own.
-                self._stream.seek(-1, os.SEEK_END)
-                if self._stream.read(1) != b"\n":
-                    self._stream.write(b"\n")
+        whole, cut = _read_records(self.path, self._stream)
+        self._usage.add(whole)
         if self._usage.percent > 100:
-            raise UsageError(f"cannot write results to {self.path}: it holds as much as can be read; give another file")
+            raise _full(self.path)
+        rest = b"" if cut is None else cut.content
+        if not (whole + rest or b"\n").endswith(b"\n"):  # An empty file has no line to end.
+            rest += b"\n"
+        if cut is not None:  # Beyond a member that is half written no program reads: a whole one replaces it.
+            self._stream.truncate(cut.start)
+        if rest:
+            self._stream.write(self._encoded(rest))
         self._size = os.fstat(self._stream.fileno()).st_size
+
+    def _encoded(self, text: bytes) -> bytes:
+        """Return a record as the file holds it."""
+        return as_member(text) if is_compressed(self.path) else text
 
     def append(self, record: Run | Cell) -> None:
         """Write a record, after those that could not be written before; see :attr:`fault`."""
@@ -128,7 +117,7 @@ class ResultsFile:
             self.notices.append(
                 f"{self.path} holds {_WARNED_PERCENT} % of what can be read again: give another file next time"
             )
-        self._unwritten.append(as_member(text) if is_compressed(self.path) else text)
+        self._unwritten.append(self._encoded(text))
         self._records.append((_key(line), self._unwritten[-1]))  # Kept, for others may remove it from the file.
         self.catch_up()
 
@@ -180,10 +169,7 @@ class ResultsFile:
             self._read_existing()  # Its size, which others have changed.
         else:
             return
-        self._stream.seek(0)
-        content = self._stream.read()
-        if is_compressed(self.path):
-            content, _ = read_members(content)
+        content, _ = _read_records(self.path, self._stream)
         keys = {_key(record) for record in map(read_record, content.splitlines()) if record is not None}
         unwritten_count = len(self._unwritten)
         self._unwritten = [line for key, line in self._records if key not in keys]
@@ -219,28 +205,30 @@ class ResultsFile:
             return  # Some network file systems have no locks.
 
 
-def _check_members(path: Path, compressed: bytes) -> tuple[bytes, Member | None]:
-    """Return the content of the whole members, and the one that is cut; raise a UsageError for other content."""
-    whole, faulty = read_members(compressed)
-    if faulty is not None and not faulty.is_cut:
-        raise _other_content(path)
-    _check_first_line(path, (whole + (faulty.content if faulty else b"")).partition(b"\n")[0])
-    return whole, faulty
+def _read_records(path: Path, stream: BinaryIO) -> tuple[bytes, Member | None]:
+    """Read the text of a file from its start, and of a compressed one the last member where that is cut.
 
-
-def _check_first_line(path: Path, first_line: bytes) -> None:
-    if not first_line:
-        return
+    Raise a UsageError where the file holds something else than results, or more than can be read.
+    """
+    if os.fstat(stream.fileno()).st_size > FILE_BYTES:
+        raise _full(path)
+    stream.seek(0)
+    text, faulty = stream.read(), None
+    if is_compressed(path):
+        text, faulty = read_members(text)
+    first_line = (text + (faulty.content if faulty else b""))[: 2**20].partition(b"\n")[0]  # A run's, which is short.
     record = read_record(first_line)
     if record is not None:
         check_version(path, record["schema_version"])
     # A killed run may have left half of its first line.
-    elif not first_line.startswith(b'{"schema_version"'):
-        raise _other_content(path)
+    is_other = bool(first_line) and record is None and not first_line.startswith(b'{"schema_version"')
+    if is_other or (faulty is not None and not faulty.is_cut):
+        raise UsageError(f"cannot write results to {path}: it holds something else; give another file")
+    return text, faulty
 
 
-def _other_content(path: Path) -> UsageError:
-    return UsageError(f"cannot write results to {path}: it holds something else; give another file")
+def _full(path: Path) -> UsageError:
+    return UsageError(f"cannot write results to {path}: it holds as much as can be read; give another file")
 
 
 def _key(record: Mapping[str, Any]) -> str:
