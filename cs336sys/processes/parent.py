@@ -7,7 +7,6 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import queue
-import select
 import signal
 import subprocess
 import sys
@@ -64,14 +63,9 @@ class Guarded:
 
     def has_ended(self, timeout_s: float) -> bool:
         """Wait until the program has ended, and return whether it has."""
-        if self.process.poll() is None:
-            # The pipe has an error when the guard, its only reader, has ended. Popen.wait would look every 50 ms.
-            pipe_closed = select.poll()
-            pipe_closed.register(self._kill_pipe, 0)  # Watches errors alone.
-            if not pipe_closed.poll(timeout_s * 1e3):
-                return False
-            self.process.wait()
-        return True
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(timeout_s)
+        return self.process.returncode is not None
 
     def kill(self) -> None:
         """Kill the program and all that it has started, unless they have ended."""
