@@ -205,7 +205,7 @@ def _judged(change: TimeChange, mean_step_ms: float, noise_share: float, least_e
     error_ms = max(spread_ms, noise_share * change.typical_ms) * samples_factor
     is_large = abs(shift_ms) > max(least_errors * error_ms, _LEAST_SHARE * mean_step_ms)
     interval = difference(after, before)
-    rank_test = compare_sides([[before.measured]], [[after.measured]], confidence_percent=_CONFIDENCE_PERCENT)
+    rank_test = compare_sides([[before.measured]], [[after.measured]], (100 - _CONFIDENCE_PERCENT) / 100)
     largest_ms = max(abs(interval.low), abs(interval.high))
     verdict: Verdict = "same" if 100 * largest_ms <= SAME_PERCENT * mean_step_ms else "undecided"
     # The rank test alone names some of the hundreds of rows of equal captures; the size alone, of few steps, is chance.

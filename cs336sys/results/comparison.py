@@ -12,7 +12,7 @@ from cs336sys.errors import UsageError
 from cs336sys.results import model, statistics
 from cs336sys.results.foreign import TIME_UNITS
 from cs336sys.results.model import Cell, Results, Run, Samples, Status, configuration_key
-from cs336sys.results.statistics import Difference
+from cs336sys.results.statistics import SIGNIFICANCE, Difference
 
 # Settings that decide how a configuration is sampled, and where files of it are kept, but not the measured quantity.
 SAMPLING_SETTINGS = ("steps", "seed", "warmup_ms", "repetition_ms", "keep", "snapshot", "trace", "timeout_s", "round")
@@ -275,11 +275,10 @@ def _is_worse(difference: Difference, unit: str) -> bool:
     return b < a if unit in HIGHER_IS_BETTER else b > a
 
 
-def _too_few(difference: Difference, counts: tuple[int, int], confidence_percent: float) -> str:
+def _too_few(difference: Difference, counts: tuple[int, int], significance: float) -> str:
     """Explain why no difference could be significant; ``counts`` are the samples of A and B."""
     a, b = counts if difference.level == "samples" else difference.independent
-    percent = 100 - confidence_percent
-    fewest = statistics.fewest_samples(significance_level(confidence_percent))
+    fewest, percent = statistics.fewest_samples(significance), 100 * significance
     return (
         f"{a} against {b} {difference.level} decide nothing at {percent:g} %: {fewest} against {fewest} are the fewest"
     )
@@ -288,7 +287,7 @@ def _too_few(difference: Difference, counts: tuple[int, int], confidence_percent
 Compared = dict[str, list[tuple[Pair, Comparison]]]  # By metric, in the order in which the metrics first appear.
 
 
-def compare_samples(a: Measured, b: Measured, *, confidence_percent: float = 95.0) -> Comparison:
+def compare_samples(a: Measured, b: Measured, significance: float = SIGNIFICANCE) -> Comparison:
     """Compare two series of the same unit, by :func:`~cs336sys.results.statistics.compare_sides`."""
     counts = {name: sum(not math.isfinite(value) for value in side.all_values) for name, side in (("A", a), ("B", b))}
     not_finite = [f"{count} of {name}" for name, count in counts.items() if count]
@@ -297,7 +296,7 @@ def compare_samples(a: Measured, b: Measured, *, confidence_percent: float = 95.
         return Comparison(
             a, b, difference=None, autocorrelation_a=None, autocorrelation_b=None, verdict="undecided", reason=fault
         )
-    difference = statistics.compare_sides(a.values, b.values, confidence_percent=confidence_percent)
+    difference = statistics.compare_sides(a.values, b.values, significance)
     if a.values == b.values:
         ratio = None if difference.ratio is None else 1.0  # The same file twice, however few or noisy its samples.
         difference = replace(difference, ratio_low=ratio, ratio_high=ratio, p_value=1.0, to_decide=None)
@@ -309,7 +308,7 @@ def compare_samples(a: Measured, b: Measured, *, confidence_percent: float = 95.
     elif difference.is_significant:
         verdict = "slower" if _is_worse(difference, a.unit) else "faster"
     elif low is None and difference.to_decide is not None:  # Too few samples for an interval.
-        reason = _too_few(difference, (len(a.all_values), len(b.all_values)), confidence_percent)
+        reason = _too_few(difference, (len(a.all_values), len(b.all_values)), significance)
     # Without a ratio, as of memory of 0 GiB, a difference that is not significant is none.
     elif low is None or high is None or statistics.same_within_percent(low, high) <= statistics.SAME_PERCENT:
         verdict = "same"
@@ -317,16 +316,14 @@ def compare_samples(a: Measured, b: Measured, *, confidence_percent: float = 95.
     return Comparison(a, b, difference, *autocorrelations, verdict, reason)
 
 
-def compare_pairs(
-    pairs: Iterable[Pair], requested: Sequence[str] = (), *, confidence_percent: float = 95.0
-) -> Compared:
+def compare_pairs(pairs: Iterable[Pair], requested: Sequence[str] = (), significance: float = SIGNIFICANCE) -> Compared:
     """Compare measured pairs in their :func:`shared_series`; raise a UsageError if no pair has a (requested) series."""
     compared: Compared = {}
     measured = [pair for pair in pairs if pair.is_measured]
     for pair in measured:
         of_a, of_b = pair.a.series(), pair.b.series()
         for metric in shared_series(pair, requested):
-            comparison = compare_samples(of_a[metric], of_b[metric], confidence_percent=confidence_percent)
+            comparison = compare_samples(of_a[metric], of_b[metric], significance)
             compared.setdefault(metric, []).append((pair, comparison))
     units = {metric: comparison.a.unit for metric, ((_, comparison), *_) in compared.items()}
     missing = [
@@ -337,11 +334,6 @@ def compare_pairs(
         choices = f"choose --metric from {', '.join(shared)}" if shared else "the files share no measured series"
         raise UsageError(f"no cell has samples of {', '.join(missing) or 'a time'} in both files: {choices}")
     return compared
-
-
-def significance_level(confidence_percent: float) -> float:
-    """Return the largest p of a significant difference: 0.05 for 95 %."""
-    return (100 - confidence_percent) / 100
 
 
 def machine_differences(pairs: Iterable[Pair], a: Results, b: Results) -> dict[str, tuple[Any, Any]]:

@@ -163,7 +163,7 @@ def ratio_of_pairs(a: Samples, b: Samples) -> Interval:
     return _ratio_interval(math.exp(statistics.median(differences)), limits, len(differences), _FEWEST_PAIRS)
 
 
-def compare_sides(a: SideSamples, b: SideSamples, *, confidence_percent: float = 95.0) -> Difference:
+def compare_sides(a: SideSamples, b: SideSamples, significance: float = SIGNIFICANCE) -> Difference:
     """Compare two sides, whose samples are finite.
 
     Where a side has several runs, a run is one independent sample; else, where one has several rounds, a round is.
@@ -175,7 +175,6 @@ def compare_sides(a: SideSamples, b: SideSamples, *, confidence_percent: float =
         level = "rounds"
     of_a, of_b = _level_values(a, level), _level_values(b, level)
     worth = _worth(a, b) if level == "samples" else 1.0  # Samples may drift; rounds and runs are independent.
-    significance = (100 - confidence_percent) / 100
     is_positive = min(of_a) > 0 and min(of_b) > 0
     median_a, median_b = statistics.median(of_a), statistics.median(of_b)
     median_ratio = median_b / median_a if is_positive else None

@@ -55,7 +55,7 @@ def test_the_interval_is_by_enumeration_the_shifts_that_the_test_does_not_reject
     for end, outwards in ((found.ratio_low, -1), (found.ratio_high, 1)):
         assert rejects(math.log(end) + outwards * 1e-9)
         assert not rejects(math.log(end) - outwards * 1e-9)
-    assert compare_sides(series(10, 11, 12), series(1, 2, 3), confidence_percent=90).is_significant, "p is 2 / 20"
+    assert compare_sides(series(10, 11, 12), series(1, 2, 3), significance=0.1).is_significant, "p is 2 / 20"
 
 
 def test_drift_counts_and_noise_from_sample_to_sample_does_not():

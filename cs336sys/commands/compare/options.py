@@ -51,12 +51,13 @@ def compare(
     a, b = read_several(baseline), read_several(candidate)
     matched = match_cells(a, b)
     _require_pairs(matched, f"{baseline} and {candidate}")
-    compared = compare_pairs(matched.pairs, metrics, confidence_percent=confidence)
+    significance = (100 - confidence) / 100  # The largest p of a significant difference: 0.05 for 95 %.
+    compared = compare_pairs(matched.pairs, metrics, significance)
     for warning in comparison_warnings(matched, compared, metrics, a, b):
         say(f"warning: {warning}")
     fault = None
     try:
-        output.emit(comparison_tables(matched.pairs, compared, confidence))
+        output.emit(comparison_tables(matched.pairs, compared, significance))
     except UsageError as error:
         fault = error  # Raised last: a column that is missing because the cells of B failed must not hide a regression.
     slower, unknown = [], []

@@ -18,7 +18,6 @@ from cs336sys.results.comparison import (
     cell_settings,
     machine_differences,
     shared_series,
-    significance_level,
 )
 from cs336sys.results.model import Results, distinguishing_settings, passed_over_words
 from cs336sys.results.statistics import SAME_PERCENT
@@ -26,14 +25,14 @@ from cs336sys.tables.numbers import Value, format_quantity
 from cs336sys.tables.table import Column, Table, fill_row, sentences, with_rows
 
 
-def comparison_tables(pairs: Sequence[Pair], compared: Compared, confidence_percent: float) -> list[Table]:
+def comparison_tables(pairs: Sequence[Pair], compared: Compared, significance: float) -> list[Table]:
     """Build a table for each metric, one for the pairs that could not be compared, and a summary.
 
     Settings that tell the pairs apart are columns, those that all pairs share stand in a note of the first table.
     """
     identifying = distinguishing_settings([cell_settings(pair.a.representative) for pair in pairs])
     identity = [Column(name, name.replace("_", " ")) for name in identifying]
-    metric_tables = [_metric_table(metric, rows, identity, confidence_percent) for metric, rows in compared.items()]
+    metric_tables = [_metric_table(metric, rows, identity, significance) for metric, rows in compared.items()]
     status_columns = (
         *identity,
         Column("a_status", "A", value=lambda pair: pair.a.status),
@@ -63,10 +62,10 @@ def _names(pairs: Sequence[Pair], unpaired_sides: Sequence[Side] = ()) -> Callab
 
 
 def _metric_table(
-    metric: str, rows: Sequence[tuple[Pair, Comparison]], identity: Sequence[Column], confidence_percent: float
+    metric: str, rows: Sequence[tuple[Pair, Comparison]], identity: Sequence[Column], significance: float
 ) -> Table:
     unit = rows[0][1].a.unit  # All comparisons of a metric have the same.
-    interval = f"{confidence_percent:g} %"
+    interval = f"{100 * (1 - significance):g} %"
     columns = (
         *identity,
         Column(f"a_median_{unit}", "A median", unit, _of_difference("median_a")),
@@ -83,8 +82,7 @@ def _metric_table(
         Column("b_autocorrelation", "B lag 1", "correlation", lambda comparison: comparison.autocorrelation_b),
     )
     comparisons = [comparison for _, comparison in rows]
-    rules = {"higher_is_better": unit in HIGHER_IS_BETTER, "same_percent": SAME_PERCENT}
-    rules["significance"] = significance_level(confidence_percent)
+    rules = {"higher_is_better": unit in HIGHER_IS_BETTER, "same_percent": SAME_PERCENT, "significance": significance}
     levels = dict.fromkeys(comparison.difference.level for comparison in comparisons if comparison.difference)
     return Table(
         metric,
