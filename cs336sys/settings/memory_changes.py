@@ -6,7 +6,7 @@ conventions: changes that keep all numbers come first, then recomputation, then 
 
 import shlex
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
@@ -16,7 +16,7 @@ from cs336sys.accounting.sharding.step import ShardedStep, predicted_sent_bytes,
 from cs336sys.errors import UsageError
 from cs336sys.settings.profiling import MemoryWorkload
 from cs336sys.settings.sizes import SIZES
-from cs336sys.settings.training import OPTIMIZERS, Workload
+from cs336sys.settings.training import OPTIMIZERS, UserCode, Workload
 
 
 @dataclass(frozen=True)
@@ -207,27 +207,20 @@ def plans(changes: Sequence[SettingChange]) -> list[tuple[SettingChange, ...]]:
     return sorted(filter(None, combinations), key=lambda plan: (sum(change.price for change in plan), len(plan)))
 
 
+# Settings without an option, or on which a step's memory does not depend.
+_NOT_IN_COMMANDS = ("code_digest", "warmup", "steps", "tf32", "synchronize", "trace", "snapshot")
+
+
 def command_line(workload: MemoryWorkload) -> str:
     """Return the ``memprof`` command that measures a workload, without options at their defaults."""
-    training, size = workload.training, workload.training.size
-    arguments = ["cs336sys", "memprof"]
-    for name, value in training.user.configuration().items():
-        if name != "code_digest":  # It follows from the files, and has no option.
-            arguments += [f"--{name}", value]
     # A size with other widths is named after these: say how it differs from tiny.
-    named_size = SIZES.get(size.name, SIZES["tiny"])
-    arguments += ["--size", named_size.name]
-    for field in fields(size):  # Of its precision, --precision takes its default below.
-        value = getattr(size, field.name)
-        if field.name not in ("name", "precision") and value != getattr(named_size, field.name):
-            arguments += [f"--{field.name.replace('_', '-')}", str(value)]
-    for name, setting in Workload.direct_settings().items():
-        default = named_size.precision if setting.is_by_size else setting.default
-        # A step's memory does not depend on these.
-        if name not in ("warmup", "steps", "tf32", "synchronize") and getattr(training, name) != default:
-            arguments += [setting.flag, str(getattr(training, name))]
-    if workload.checkpointing != "none":
-        arguments += ["--checkpoint", workload.checkpointing]
-    if workload.micro_batches > 1:
-        arguments += ["--micro-batches", str(workload.micro_batches)]
-    return shlex.join(arguments)
+    size = SIZES.get(workload.training.size.name, SIZES["tiny"])
+    defaults = MemoryWorkload(Workload(size, precision=size.precision)).configuration() | {"size": None}
+    values = workload.configuration() | {"size": size.name}
+    arguments = [
+        text
+        for name, setting in (UserCode.settings() | MemoryWorkload.settings()).items()
+        if name not in _NOT_IN_COMMANDS and name in values and values[name] != defaults.get(name)
+        for text in (setting.flag, str(values[name]))
+    ]
+    return shlex.join(["cs336sys", "memprof", *arguments])

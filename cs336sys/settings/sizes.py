@@ -25,7 +25,7 @@ class ModelSize(Configured):
     the default of a size, and no setting: a workload has its own.
     """
 
-    name: str = setting(key="size", header=None)
+    name: str = setting(key="size", option="size", header=None)
     d_model: int = _dimension(10**6, "Model width", header=None)
     d_ff: int = _dimension(10**7, "Feed-forward width", header=None)
     num_layers: int = _dimension(1000, "Blocks", header=None)
