@@ -79,38 +79,26 @@ class _Lines(SweepProgress):
         self._done = 0
         self._durations_s: list[float] = []
         self._stage = ""
-        self._timer: threading.Timer | None = None
-        # Else a timer that runs out as its cell ends would report, and set the next timer, for the cell after it.
-        self._timer_lock = threading.Lock()
+        self._cell_ended = threading.Event()
+        self.close()  # Before the first stage no cell is measured.
 
     def at_stage(self, stage: str) -> None:
         self._stage = stage
-        with self._timer_lock:
-            if self._timer is None:
-                self._tell_after(_SILENT_S, so_far_s=0.0)
+        if self._cell_ended.is_set():
+            self._cell_ended = threading.Event()
+            threading.Thread(target=self._tell_stages, args=(self._done + 1, self._cell_ended), daemon=True).start()
 
     def close(self) -> None:
         """Report no more of the cell."""
-        with self._timer_lock:
-            if self._timer is not None:
-                self._timer.cancel()
-                self._timer = None
+        self._cell_ended.set()
 
-    def _tell_after(self, wait_s: float, so_far_s: float) -> None:
-        """Report the cell's stage after a time, and again after as long as it has taken by then."""
-        number = self._done + 1
-
-        def tell() -> None:
-            with self._timer_lock:
-                if timer is not self._timer:
-                    return  # The cell has ended.
-                waited_s = so_far_s + wait_s
-                say(f"{self._command}: {number} of {self._count}: {self._stage}, after {format_duration(waited_s)}")
-                self._tell_after(waited_s, waited_s)
-
-        self._timer = timer = threading.Timer(wait_s, tell)
-        timer.daemon = True
-        timer.start()
+    def _tell_stages(self, number: int, cell_ended: threading.Event) -> None:
+        """Report a cell's stage after a time, and again after as long as it has taken by then, until it ends."""
+        wait_s, waited_s = _SILENT_S, 0.0
+        while not cell_ended.wait(wait_s):
+            waited_s += wait_s
+            say(f"{self._command}: {number} of {self._count}: {self._stage}, after {format_duration(waited_s)}")
+            wait_s = waited_s
 
     def cell_done(self, cell: Cell, took_s: float | None) -> None:
         self.close()

@@ -161,26 +161,28 @@ def test_a_line_for_every_finished_cell_where_there_is_no_terminal(fake_worker, 
 
 def test_a_cell_that_takes_long_says_what_it_has_come_to(monkeypatch, capsys):
     """A command in a batch job was as silent about a cell that hung as about one that was measured."""
-    timers = []
+    threads, waits_s = [], []
+    monkeypatch.setattr(
+        progress_module.threading, "Thread", lambda **settings: threads.append(settings) or Mock(**settings)
+    )
 
-    def start_timer(wait_s, run_out):
-        timers.append(Mock(wait_s=wait_s, run_out=run_out))
-        return timers[-1]
+    def wait(event, wait_s):
+        """Let a cell end while its third report is waited for."""
+        waits_s.append(wait_s)
+        if len(waits_s) == 3:
+            progress.cell_done(Cell("bench", {}, "ok"), 1.0)
+        return event.is_set()
 
-    monkeypatch.setattr(progress_module.threading, "Timer", start_timer)
+    monkeypatch.setattr(progress_module.threading.Event, "wait", wait)
     with showing_progress("bench", [{}, {}], is_shown=True, measured_here=True) as progress:
         progress.at_stage("building")
         progress.at_stage("timing steps")
-        for _ in range(2):
-            timers[-1].run_out()
-        progress.cell_done(Cell("bench", {}, "ok"), 1.0)
-        # Too late to be cancelled, it says nothing of the next cell.
-        timers[-1].run_out()
+        threads[0]["target"](*threads[0]["args"])
         progress.at_stage("quick")
-    timers[-1].run_out()
-    assert [timer.wait_s for timer in timers] == [30.0, 30.0, 60.0, 30.0]
-    assert [timer.cancel.called for timer in timers] == [False, False, True, True]
-    assert all(timer.daemon is True and timer.start.called for timer in timers)
+    for thread in threads:  # Neither says anything of a cell that has ended.
+        thread["target"](*thread["args"])
+    assert waits_s == [30.0, 30.0, 60.0, 30.0, 30.0]
+    assert [thread["daemon"] for thread in threads] == [True, True]
     assert capsys.readouterr().err.splitlines() == [
         "bench: 1 of 2: timing steps, after 30 s",
         "bench: 1 of 2: timing steps, after 1 min 00 s",
