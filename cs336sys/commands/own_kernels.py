@@ -12,7 +12,6 @@ import abc
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -149,29 +148,18 @@ class KernelTimer:
         self._calls = 0
         self.errors: dict[str, relative_error.RelativeError] = {}
 
-    def time(
-        self,
-        prepare: Callable[[], Callable[[], Results]],
-        warmup_ms: float,
-        repetition_ms: float,
-        least_ms: float = 0.0,
-    ) -> Samples:
-        """Time calls for as long as asked for, five at least.
+    def time(self, part: str, warmup_ms: float, repetition_ms: float, least_ms: float) -> Samples:
+        """Time calls of one of :data:`PARTS` for as long as asked for, five at least.
 
-        Args:
-            prepare: does work that is not timed, and returns the call, which returns results by the names of ``right``.
-            least_ms: the least time that the work can take on this kind of GPU.
-
-        Raises:
-            WrongKernelError: a call was wrong, or too fast to be true.
+        Raise a WrongKernelError where a call was wrong, or took less than ``least_ms``, which is too fast to be true.
         """
         for count in range(1, _MOST_CALLS + 1):
             # The warm-up so far, as if all calls had taken as long as the last: the first may compile for seconds.
-            if self._call(prepare) * count > warmup_ms and count >= _WARM_UP_CALLS:
+            if self._call(part) * count > warmup_ms and count >= _WARM_UP_CALLS:
                 break
         times_ms: list[float] = []
         while len(times_ms) < _FEWEST_CALLS or (sum(times_ms) < repetition_ms and len(times_ms) < _MOST_CALLS):
-            times_ms.append(self._call(prepare))
+            times_ms.append(self._call(part))
         median_ms = sorted(times_ms)[len(times_ms) // 2]
         if median_ms < least_ms:
             raise WrongKernelError(
@@ -179,7 +167,7 @@ class KernelTimer:
             )
         return Samples("ms", "cuda events, checked" if self._on_gpu else "cpu clock, checked", tuple(times_ms))
 
-    def _call(self, prepare: Callable[[], Callable[[], Results]]) -> float:
+    def _call(self, part: str) -> float:
         """Time and check one call with new inputs, and return its milliseconds."""
         self._calls += 1
         self.problem.draw_intended()
@@ -190,7 +178,7 @@ class KernelTimer:
         with torch.no_grad():
             for tensor, values in zip(self.problem.given, self.problem.intended, strict=True):
                 tensor.copy_(values)
-        call = prepare()
+        call = self.problem.prepare(part)
         # Memory that the allocator gives out next, so that unwritten results show: of float32 or the inputs' dtype.
         poison = [torch.full_like(tensor, math.nan, dtype=torch.float32) for tensor in expected.values()]
         poison += [torch.full_like(tensor, math.nan, dtype=self.problem.given[0].dtype) for tensor in expected.values()]
@@ -288,8 +276,7 @@ def measure_users_function(
             timer = KernelTimer(problem, device, tolerance)
             for part, least_ms in problem.least_ms().items():
                 progress(f"timing {part}")
-                prepare = partial(problem.prepare, part)
-                samples[part] = timer.time(prepare, workload.warmup_ms, workload.repetition_ms, least_ms)
+                samples[part] = timer.time(part, workload.warmup_ms, workload.repetition_ms, least_ms)
     except WrongKernelError as error:
         return Outcome("wrong", reason=str(error))
     derived = error_columns(timer.errors) | problem.rates(samples)
