@@ -306,8 +306,9 @@ def find_stragglers(analyses: Sequence[Analysis], ranks: RankMatching | None) ->
     count, nor the slowing of kernels by a collective that waits: a slow link or another rank makes them longer.
 
     Returns:
-        one of ``straggler`` for each, with the ms that it is longer in a step, the slowest first; or ``no straggler``,
-        with the percentage of a step that could go unseen; or the reason why nobody can tell.
+        one of ``straggler`` for each, with the ms that it is longer in a step, the slowest first; or ``fast ranks``,
+        which wait for all others; or ``no straggler``, with the percentage of a step that could go unseen; or the
+        reason why nobody can tell.
     """
     if not all(analysis.has_steps for analysis in analyses):
         return [_cannot_tell("no steps")]
@@ -331,6 +332,10 @@ def find_stragglers(analyses: Sequence[Analysis], ranks: RankMatching | None) ->
     if not candidates:
         unseen_t = _t_quantile(len(steps) - 1, _UNSEEN_TAIL / len(analyses))
         unseen_ms = excess_ms[slowest] + unseen_t * excess_errors_ms[slowest]
+        is_fast = -excess_ms >= np.maximum(_LEAST_SHARE * step_ms, critical_t * excess_errors_ms)
+        if is_fast.any() and not ranks.missing:  # More than half are slow alike: the median is one of them.
+            fast = [analyses[rank].label for rank in np.flatnonzero(is_fast).tolist()]
+            return [Finding("fast ranks", ", ".join(fast), float(-100 * excess_ms.min() / step_ms), "percent")]
         return [_answer_without_candidates(analyses, ranks, max(unseen_ms, _LEAST_SHARE * step_ms))]
     if ranks.why_no_waits:
         return [_cannot_tell("unknown waits", reason=ranks.why_no_waits)]
@@ -344,6 +349,7 @@ def find_stragglers(analyses: Sequence[Analysis], ranks: RankMatching | None) ->
         if ranks.is_pipeline or not others_ms or mean_late_ms[rank] - median(others_ms) >= _LATE_SHARE * ms:
             facts: dict[str, Any] = {"file": analyses[rank].file, "percent": 100 * ms / step_ms}
             facts["longer_parts"] = _longer_parts(analyses, rank, ms)
+            facts |= {"missing": ranks.missing} if ranks.missing else {}
             stragglers.append(Finding("straggler", analyses[rank].label, amount=ms, unit="ms", facts=facts))
     return stragglers or [_cannot_tell("not last", analyses[slowest].label, amount=slowest_percent)]
 
