@@ -7,6 +7,7 @@ segment; ``allocator_settings``. Sources: torch/csrc/cuda/Module.cpp, memory_sna
 
 import pickle
 import re
+import reprlib
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -248,8 +249,9 @@ class _Parser:
                 if type(size) is not int or size < 0 or type(address) is not int or action not in _ACTIONS_OF_ENTRIES:
                     raise TypeError
             except (KeyError, TypeError, AttributeError):
-                fault = f"entry {number:,} of device {record.device} has no action, addr or size"
-                raise _NoSnapshotError(fault) from None
+                values = [entry.get(key) for key in ("action", "addr", "size")] if isinstance(entry, dict) else entry
+                fault = f"entry {number:,} of device {record.device} has no known action, or no whole addr and size"
+                raise _NoSnapshotError(f"{fault}: {printable(reprlib.repr(values))}") from None
             if action in ("alloc", free_action):
                 record.entry_of_position.append(number)
             if action == "alloc":
@@ -319,7 +321,8 @@ def _frame(frame: Any) -> Frame:
     if not isinstance(frame, dict):
         raise _NoSnapshotError("a frame is no dictionary")
     line = frame.get("line", 0)
-    return Frame(_frame_text(frame.get("filename")), line if type(line) is int else 0, _frame_text(frame.get("name")))
+    filename = _frame_text(frame.get("filename")).replace("\\", "/")  # Of Windows, too.
+    return Frame(filename, line if type(line) is int else 0, _frame_text(frame.get("name")))
 
 
 def _frame_text(value: Any) -> str:
@@ -329,7 +332,7 @@ def _frame_text(value: Any) -> str:
 def _integer_field(values: Any, key: str, owner: str, default: int | None = None) -> int:
     value = values.get(key, default) if isinstance(values, dict) else None
     if type(value) is not int or value < 0:  # True is an instance of int, but no number here.
-        raise _NoSnapshotError(f"{owner} has no {key}")
+        raise _NoSnapshotError(f"{owner} has no whole {key}: {printable(reprlib.repr(value))}")
     return value
 
 

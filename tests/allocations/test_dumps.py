@@ -126,6 +126,39 @@ def test_first_step_that_does_not_fit_says_so(layers):
     assert "It failed before the end of the first step" in verdict.sentence
 
 
+def test_first_update_that_does_not_fit_says_so():
+    """Its state does not become smaller with the batch."""
+    p = Program(0)
+    p.build()
+    stack = [{"filename": "/v/site-packages/torch/optim/adamw.py", "line": 410, "name": "_init_group"}]
+    p.backward(p.forward([{"filename": "/u/t.py", "line": 9, "name": "step"}]), [])
+    p.fail(1.5 * p.width, lambda: [p.allocate(p.width, stack) for _ in range(2)])
+    (verdict,) = verdicts([diagnose_memory("s", *parse_dump(p.snapshot()))])
+    assert "It failed in the optimizer's first update" in verdict.sentence
+    assert "a smaller batch does not make it smaller" in verdict.sentence
+
+
+@pytest.mark.parametrize(("of_copy", "certainty"), [("/u/t.py", "looks like"), ("/v/torch/nn/loss.py", "measured")])
+def test_a_loss_of_the_users_may_join_two_products(of_copy, certainty):
+    p = Program(0)
+    p.build()
+    p.train(1)
+    p.logits = p.layers * p.activation
+    p.forward([{"filename": "/u/t.py", "line": 9, "name": "step"}], loss=False)
+    p.allocate(2 * p.logits, [{"filename": of_copy, "line": 12, "name": "contrastive_loss"}])
+    (cause,) = diagnose_memory("s", *parse_dump(p.snapshot())).causes
+    assert (cause.cause, cause.certainty) == ("fp32 logits", certainty)
+
+
+def test_paths_of_windows_name_the_same_lines():
+    snapshot = program("list_of_outputs", 0).snapshot()
+    (before,) = diagnose_memory("s", *parse_dump(snapshot)).causes
+    for entry in snapshot["device_traces"][0]:
+        entry["frames"] = [frame | {"filename": frame["filename"].replace("/", "\\")} for frame in entry["frames"]]
+    (cause,) = diagnose_memory("s", *parse_dump(snapshot)).causes
+    assert cause.where == before.where
+
+
 @pytest.mark.parametrize("version", VERSIONS)
 def test_every_version_s_form_reads_alike(plain, version, tmp_path):
     snapshot = plain.snapshot(version)
