@@ -478,6 +478,13 @@ def half_precision_logits(p):
 
 
 @kind("leak")
+def evaluation_every_fourth_step(p):
+    p.build()
+    stack = [*own(77, "validate"), *MAIN]
+    p.train(4 * p.draw.randint(5, 6) + 3, each=lambda step: step % 4 == 3 and p.allocate(p.logits, stack))
+
+
+@kind("leak")
 def leak_without_stacks(p):
     p.has_stacks = False
     list_of_outputs(p)

@@ -33,6 +33,7 @@ _LEAST_ITERATION_SHARE, _LEAST_REPEATED_SHARE = 0.8, 0.4
 _LOSS = re.compile(r"loss|cross_entropy|nll|log_softmax")
 # Functions of Python and of C++ (at::_ops::addmm::call) that multiply matrices, and that convert.
 _PRODUCT = re.compile(r"(?<![a-z])(addmm|bmm|mm|linear|matmul|einsum)(?![a-z])")
+_CONVERTING_LIBRARIES = re.compile(r"/(torch|transformers)/")
 _CONVERSION = re.compile(r"::_?to(_copy)?(::|\b)")
 
 
@@ -85,9 +86,9 @@ class Moment:
         return line is not None and bool(_LOSS.search(line.name) or line.filename.endswith("/loss.py"))
 
     def is_library_loss(self, stack: int) -> bool:
-        """Return whether a loss function that is not the user's allocated with this stack."""
+        """Return whether a loss function of torch or transformers, which converts logits, allocated with this stack."""
         line = self.innermost(stack)
-        return self.is_loss(stack) and line is not None and not infer.is_own(line)
+        return self.is_loss(stack) and line is not None and bool(_CONVERTING_LIBRARIES.search(line.filename))
 
     def is_product(self, stack: int) -> bool:
         """Return whether a matrix product allocated with this stack, by C++ or by the innermost line of Python."""
@@ -235,7 +236,12 @@ def _line_key(block: Block) -> tuple[int, int]:
 def _is_growing(rises: Sequence[int], *, is_single: bool, is_state: bool) -> bool:
     """Return whether changes from step to step are growth that goes on, and not that of a buffer which is emptied."""
     positive = [step for step, rise in enumerate(rises) if rise > 0]
-    if len(positive) < _LEAK_STEPS or positive[-1] < len(rises) - 2:  # One of the last two steps must rise.
+    if len(positive) < _LEAK_STEPS:
+        return False
+    # One of the last two steps must rise, or as many as usually pass: an evaluation comes every so many steps.
+    gaps = [later - earlier for earlier, later in pairwise(positive)]
+    is_periodic = len(positive) >= _SURE_STEPS and max(gaps) <= _LONGEST_GAP * median(gaps) and min(rises) >= 0
+    if positive[-1] < len(rises) - (max(2, *gaps) if is_periodic else 2):
         return False
     if is_state:  # Every step must rise, and equally: the states of new parameters do not.
         return len(positive) == len(rises) >= _SURE_STEPS and len(set(rises)) == 1
@@ -243,7 +249,7 @@ def _is_growing(rises: Sequence[int], *, is_single: bool, is_state: bool) -> boo
         return len(positive) >= max(_SURE_STEPS, len(rises) / 2) and min(rises) >= 0
     # A buffer that is emptied gives back all; growth is in half of the steps or more, and keeps half of it or more.
     fallen, risen = -sum(min(rise, 0) for rise in rises), sum(max(rise, 0) for rise in rises)
-    return 2 * len(positive) >= len(rises) and 2 * fallen <= risen
+    return is_periodic or (2 * len(positive) >= len(rises) and 2 * fallen <= risen)
 
 
 def _growth_cause(moment: Moment, lines: Sequence[_GrowingLine], is_proved: bool) -> Finding:

@@ -237,7 +237,8 @@ class _Parser:
 
     def _read_trace(self) -> dict[int, Block]:
         """Replay the trace into the record, and return the blocks that are allocated after it, by address."""
-        record, live = self._record, {}
+        record, live = self._record, dict[int, Block]()
+        known_addresses: set[int] = set()  # That were freed before.
         actions = [entry.get("action") for entry in self._trace if isinstance(entry, dict)]
         # Memory can be used again once its free is completed, which some records leave out.
         free_action = "free_completed" if "free_completed" in actions else "free_requested"
@@ -255,16 +256,21 @@ class _Parser:
             if action in ("alloc", free_action):
                 record.entry_of_position.append(number)
             if action == "alloc":
+                if address in live:  # Its free is missing, or this entry is repeated.
+                    record.blocks.append(live.pop(address)._replace(end=record.last_position))
                 stack, pool = self._stack(entry.get("frames")), _pool_id(entry.get("pool_id"))
                 start, end = record.last_position, 0  # The end is set when it is freed, or by parse().
                 live[address] = Block(address, size, start, end, stack, _stream(entry), pool, requested=size)
                 self._trace_has_pools |= entry.get("pool_id") is not None
             elif action == free_action:
                 block = live.pop(address, None)
+                if block is None and address in known_addresses:
+                    continue  # The entry is repeated.
                 if block is None:  # It is older than the record, as start 0 says.
                     record.unknown_frees += 1
                     block = Block(address, size, start=0, end=0, stack=0, stream=0, pool=DEFAULT_POOL, requested=size)
                 record.blocks.append(block._replace(end=record.last_position))
+                known_addresses.add(address)
             elif action == "oom":
                 position, device_free, stack = record.last_position, address, self._stack(entry.get("frames"))
                 record.failures.append(FailedAllocation(position, number, size, device_free, stack, _stream(entry)))

@@ -178,7 +178,9 @@ class Inference:
             return "unknown"
         run_end = self._run_ends[bisect_left(self._starts, block.start)]
         if part in (INITIAL, OPTIMIZER):
-            return lasting[part] if block.end > run_end else "temporary"
+            # The run of an unfinished model goes on to the end of the record.
+            is_lasting = block.end > run_end or (part == INITIAL and block.end > last_position)
+            return lasting[part] if is_lasting else "temporary"
         next_backward = self._backward_allocations[bisect_right(self._backward_allocations, block.start)]
         if part in (FORWARD, RECOMPUTATION):
             # What the next backward pass still finds was saved for it; a failure can come before that pass goes on.

@@ -135,11 +135,31 @@ def test_first_update_that_does_not_fit_says_so():
     p.fail(1.5 * p.width, lambda: [p.allocate(p.width, stack) for _ in range(2)])
     (verdict,) = verdicts([diagnose_memory("s", *parse_dump(p.snapshot()))])
     assert "It failed in the optimizer's first update" in verdict.sentence
-    assert "a smaller batch does not make it smaller" in verdict.sentence
+    assert "a smaller batch does not make them smaller" in verdict.sentence
 
 
-@pytest.mark.parametrize(("of_copy", "certainty"), [("/u/t.py", "looks like"), ("/v/torch/nn/loss.py", "measured")])
-def test_a_loss_of_the_users_may_join_two_products(of_copy, certainty):
+def test_a_model_that_does_not_fit_consists_of_parameters():
+    p = Program(0)
+    p.fail(2.5 * p.width, p.build)
+    (verdict,) = verdicts([diagnose_memory("s", *parse_dump(p.snapshot()))])
+    assert verdict.diagnosis.by_category["parameters"] == 2 * p.width
+    assert "It failed while a model was built" in verdict.sentence
+
+
+def test_entries_that_are_repeated_count_once():
+    snapshot = program("list_of_outputs", 0).snapshot()
+    before = diagnose_memory("s", *parse_dump(snapshot))
+    (trace,) = snapshot["device_traces"]
+    snapshot["device_traces"] = [[entry for entry in trace for _ in range(2)]]
+    twice = diagnose_memory("s", *parse_dump(snapshot))
+    assert (twice.peak, twice.causes[0].where) == (before.peak, before.causes[0].where)
+
+
+@pytest.mark.parametrize(
+    ("of_copy", "certainty"),
+    [("/u/t.py", "looks like"), ("/site-packages/pml/loss.py", "looks like"), ("/v/torch/nn/loss.py", "measured")],
+)
+def test_a_loss_may_join_two_products(of_copy, certainty):
     p = Program(0)
     p.build()
     p.train(1)

@@ -8,7 +8,7 @@ from typing import Any
 
 from cs336sys.allocations.causes import Moment
 from cs336sys.allocations.diagnosis import MemoryDiagnosis, changes, longest_batch
-from cs336sys.allocations.inference import FOREIGN_CATEGORIES, OPTIMIZER
+from cs336sys.allocations.inference import FOREIGN_CATEGORIES, INITIAL, OPTIMIZER
 from cs336sys.allocations.timeline import held_bytes, thinned
 from cs336sys.commands.memprof.page import timeline_page, write_timeline
 from cs336sys.commands.memprof.tables import CERTAINTIES, Verdict, say_memory
@@ -60,6 +60,7 @@ def _event(diagnosis: MemoryDiagnosis) -> str:
 _NO_CAUSE: dict[str, Callable[[Moment], bool]] = {
     "no history": lambda moment: not moment.record.last_position,
     "no stacks": lambda moment: not moment.record.has_stacks,
+    "building": lambda moment: moment.failure is not None and moment.role(moment.failure) == INITIAL,
     "first update": lambda moment: _is_in_first_update(moment),
     # As many as growth is proved by.
     "no growth": lambda moment: len(moment.inference.steps) >= 3,
