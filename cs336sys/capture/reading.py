@@ -141,9 +141,9 @@ def read_captures(paths: Sequence[Path], step: str | None = None) -> AnalysedCap
         if ranks is None:
             notes += (say_capture("no collectives"),)
     analyses = []
-    has_namesakes = len({path.name for path in rank_of_file}) < len(rank_of_file)
+    named_parts = 1 if len({path.name for path in rank_of_file}) == len(rank_of_file) else 2  # With its folder's name.
     for place, (gpu, label) in enumerate(zip(gpus, _labels(gpus, rank_of_file), strict=True)):
-        file = _two_names(gpu.path) if has_namesakes else gpu.path.name
+        file = "/".join(gpu.path.parts[-named_parts:])
         if ranks is None:
             analyses.append(analyze(gpu.capture, gpu.timeline, file, label))
             continue
@@ -152,11 +152,6 @@ def read_captures(paths: Sequence[Path], step: str | None = None) -> AnalysedCap
         # By the numbers of match_ranks: equal ones are one step on all ranks.
         analyses.append(replace(analysis, step_numbers=ranks.step_numbers[place]))
     return AnalysedCaptures(tuple(analyses), gpu_timelines, gpus[0].capture, ranks, notes)
-
-
-def _two_names(path: Path) -> str:
-    """Return a file's name below its folder's."""
-    return "/".join(path.parts[-2:])
 
 
 _RANKS_BY_ORDER = "the files do not say their ranks, which are their order here"
@@ -171,18 +166,17 @@ def _ranks_of_files(recorded_ranks: Mapping[Path, int | None]) -> tuple[dict[Pat
     ranks = [rank for rank in recorded_ranks.values() if rank is not None]
     if len(recorded_ranks) == 1 or len(set(ranks)) == len(recorded_ranks):
         return dict(zip(recorded_ranks, ranks or [0], strict=True)), ()  # A single file that names none is rank 0.
-    for name in (lambda path: path.name, _two_names):
-        numbers = [re.findall(r"rank[-_ .=]?(\d+)", name(path), re.IGNORECASE) for path in recorded_ranks]
-        ranks_in_names = [
-            max(map(int, found)) for found in numbers if found
-        ]  # A local rank is no larger than the rank.
+    for named_parts in (1, 2):  # The file's name, then with that of its folder.
+        names = ["/".join(path.parts[-named_parts:]) for path in recorded_ranks]
+        numbers = [re.findall(r"rank[-_ .=]?(\d+)", name, re.IGNORECASE) for name in names]
+        ranks_in_names = [max(map(int, of_name)) for of_name in numbers if of_name]  # A local rank is no larger.
         if len(set(ranks_in_names)) == len(recorded_ranks):
             return dict(zip(recorded_ranks, ranks_in_names, strict=True)), ("ranks by the names of the files",)
     if len(ranks) < len(recorded_ranks):
         return {path: place for place, path in enumerate(recorded_ranks)}, (_RANKS_BY_ORDER,)
     repeated_rank = next(rank for rank in ranks if ranks.count(rank) > 1)
     files = " and ".join(str(path) for path, rank in recorded_ranks.items() if rank == repeated_rank)
-    raise UsageError(f"{files} are both of rank {repeated_rank}: give one file for each rank")
+    raise UsageError(f"{files} say that they are rank {repeated_rank}: give one file a rank, or name them rank0, rank1")
 
 
 def _labels(gpus: Sequence[_GpuCapture], rank_of_file: Mapping[Path, int]) -> list[str]:
