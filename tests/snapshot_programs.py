@@ -314,6 +314,40 @@ def growing_cache(p):
 
 
 @kind("growing cache")
+def cache_that_grows_every_other_step(p):
+    p.build()
+    p.train(p.draw.randint(12, 20), each=keep_last(p, lambda step: step // 2 + 1))
+
+
+@kind()
+def last_output_of_batches_that_become_longer(p):
+    p.build()
+
+    def lengthen(step):
+        p.batch = 1 + step / 10
+        keep(step)
+
+    keep = keep_last(p, lambda step: p.batch)
+    p.train(p.draw.randint(7, 12), each=lengthen)
+
+
+def keep_last(p, scale):
+    """Keep one tensor of so many times the logits, made by one line of the model's, anew where its size changes."""
+    kept = {}
+
+    def keep(step):
+        if kept and kept["scale"] == scale(step):
+            return
+        stack = [*LINEAR, *p.in_model(90, layer=False, caller=AT_STEP)]
+        address = p.allocate(scale(step) * p.logits, stack)
+        if kept:
+            p.free(kept["address"])
+        kept.update(address=address, scale=scale(step))
+
+    return keep
+
+
+@kind("growing cache")
 def generation(p):
     p.build()
     caches = [None] * p.layers
@@ -441,6 +475,13 @@ def half_precision_logits(p):
     if p.draw.random() < 0.5:
         whole = p.layers * p.activation * (3 + p.up) + p.logits / 2
         p.fail(whole + p.draw.choice((0.7, 1.5)) * p.logits, lambda: p.forward(AT_STEP, half=True))
+
+
+@kind("leak")
+def evaluation_every_fourth_step(p):
+    p.build()
+    stack = [*own(77, "validate"), *MAIN]
+    p.train(4 * p.draw.randint(5, 6) + 3, each=lambda step: step % 4 == 3 and p.allocate(p.logits, stack))
 
 
 @kind("leak")

@@ -33,6 +33,7 @@ _LEAST_ITERATION_SHARE, _LEAST_REPEATED_SHARE = 0.8, 0.4
 _LOSS = re.compile(r"loss|cross_entropy|nll|log_softmax")
 # Functions of Python and of C++ (at::_ops::addmm::call) that multiply matrices, and that convert.
 _PRODUCT = re.compile(r"(?<![a-z])(addmm|bmm|mm|linear|matmul|einsum)(?![a-z])")
+_CONVERTING_LIBRARIES = re.compile(r"/(torch|transformers)/")
 _CONVERSION = re.compile(r"::_?to(_copy)?(::|\b)")
 
 
@@ -83,6 +84,11 @@ class Moment:
         """Return whether a loss function allocated with this stack."""
         line = self.innermost(stack)
         return line is not None and bool(_LOSS.search(line.name) or line.filename.endswith("/loss.py"))
+
+    def is_library_loss(self, stack: int) -> bool:
+        """Return whether a loss function of torch or transformers, which converts logits, allocated with this stack."""
+        line = self.innermost(stack)
+        return self.is_loss(stack) and line is not None and bool(_CONVERTING_LIBRARIES.search(line.filename))
 
     def is_product(self, stack: int) -> bool:
         """Return whether a matrix product allocated with this stack, by C++ or by the innermost line of Python."""
@@ -215,6 +221,10 @@ def _growing_lines(moment: Moment, steps: Sequence[int]) -> list[_GrowingLine]:
         is_state = moment.inference.roles[stack] == infer.OPTIMIZER
         if first_rise < last and _is_growing(rises[first_rise:], is_single=is_single, is_state=is_state):
             lines.append(_GrowingLine(stack, sum(rises[first_rise : last + 1]), last - first_rise + 1, is_single))
+    # Where batches become longer, so does a tensor of the last one that is kept.
+    middle, latest = (_largest_of_lines(moment, *[1, *steps][step : step + 2]) for step in (last // 2, last))
+    are_batches_longer = _common_ratio(latest, [middle]) > 1
+    lines = [line for line in lines if not (line.is_single and are_batches_longer)]
     return sorted(lines, key=lambda line: -line.size)
 
 
@@ -226,14 +236,20 @@ def _line_key(block: Block) -> tuple[int, int]:
 def _is_growing(rises: Sequence[int], *, is_single: bool, is_state: bool) -> bool:
     """Return whether changes from step to step are growth that goes on, and not that of a buffer which is emptied."""
     positive = [step for step, rise in enumerate(rises) if rise > 0]
-    if len(positive) < _LEAK_STEPS or positive[-1] < len(rises) - 2:  # One of the last two steps must rise.
+    if len(positive) < _LEAK_STEPS:
         return False
-    if is_single or is_state:
-        # Every step must rise: a batch's size can by chance; and states equally: those of new parameters do not.
-        return len(positive) == len(rises) >= _SURE_STEPS and (is_single or len(set(rises)) == 1)
+    # One of the last two steps must rise, or as many as usually pass: an evaluation comes every so many steps.
+    gaps = [later - earlier for earlier, later in pairwise(positive)]
+    is_periodic = len(positive) >= _SURE_STEPS and max(gaps) <= _LONGEST_GAP * median(gaps) and min(rises) >= 0
+    if positive[-1] < len(rises) - (max(2, *gaps) if is_periodic else 2):
+        return False
+    if is_state:  # Every step must rise, and equally: the states of new parameters do not.
+        return len(positive) == len(rises) >= _SURE_STEPS and len(set(rises)) == 1
+    if is_single:  # No step may fall: a batch's size rises by chance, too.
+        return len(positive) >= max(_SURE_STEPS, len(rises) / 2) and min(rises) >= 0
     # A buffer that is emptied gives back all; growth is in half of the steps or more, and keeps half of it or more.
     fallen, risen = -sum(min(rise, 0) for rise in rises), sum(max(rise, 0) for rise in rises)
-    return 2 * len(positive) >= len(rises) and 2 * fallen <= risen
+    return is_periodic or (2 * len(positive) >= len(rises) and 2 * fallen <= risen)
 
 
 def _growth_cause(moment: Moment, lines: Sequence[_GrowingLine], is_proved: bool) -> Finding:
@@ -427,16 +443,18 @@ def _copies_of_halves(moment: Moment, results: Sequence[Block]) -> dict[int, boo
         # The source of a copy lives until it is made (to the position before its start), and is half as large.
         if half.end <= copy.start - 1 or _round_up(2 * half.size) != _round_up(copy.size):
             continue
-        # Proved: a library's loss made the copy; or it copies a product, and a loss or a conversion made it, or a loss
-        # makes as much right after it. Only possible: a line of the user's made it, and nothing comes after.
-        if is_loss and line is not None and not infer.is_own(line):
+        # Proved: a library's loss made the copy; or it copies a product, and a conversion made it, or a library's loss
+        # makes as much right after it. Only possible: the user's loss made it, which may as well join two tensors, or a
+        # line of the user's, and nothing comes after.
+        if moment.is_library_loss(copy.stack):
             is_proved[copy.stack] = True
         elif moment.is_product(half.stack) and not moment.is_product(copy.stack):
-            is_converted = is_loss or any(_CONVERSION.search(frame.name) for frame in moment.record.stacks[copy.stack])
+            is_converted = any(_CONVERSION.search(frame.name) for frame in moment.record.stacks[copy.stack])
             following = results[index + 2 : index + 5]  # Right after the copy.
-            if is_converted or any(moment.is_loss(block.stack) and block.size == copy.size for block in following):
+            of_loss = [block for block in following if moment.is_library_loss(block.stack) and block.size == copy.size]
+            if is_converted or of_loss:
                 is_proved[copy.stack] = True
-            elif not following and line is not None and infer.is_own(line):
+            elif is_loss or (not following and line is not None and infer.is_own(line)):
                 is_proved.setdefault(copy.stack, False)  # Unless another copy of this stack proves it.
     return is_proved
 

@@ -7,6 +7,7 @@ segment; ``allocator_settings``. Sources: torch/csrc/cuda/Module.cpp, memory_sna
 
 import pickle
 import re
+import reprlib
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -236,7 +237,8 @@ class _Parser:
 
     def _read_trace(self) -> dict[int, Block]:
         """Replay the trace into the record, and return the blocks that are allocated after it, by address."""
-        record, live = self._record, {}
+        record, live = self._record, dict[int, Block]()
+        known_addresses: set[int] = set()  # That were freed before.
         actions = [entry.get("action") for entry in self._trace if isinstance(entry, dict)]
         # Memory can be used again once its free is completed, which some records leave out.
         free_action = "free_completed" if "free_completed" in actions else "free_requested"
@@ -248,21 +250,27 @@ class _Parser:
                 if type(size) is not int or size < 0 or type(address) is not int or action not in _ACTIONS_OF_ENTRIES:
                     raise TypeError
             except (KeyError, TypeError, AttributeError):
-                fault = f"entry {number:,} of device {record.device} has no action, addr or size"
-                raise _NoSnapshotError(fault) from None
+                values = [entry.get(key) for key in ("action", "addr", "size")] if isinstance(entry, dict) else entry
+                fault = f"entry {number:,} of device {record.device} has no known action, or no whole addr and size"
+                raise _NoSnapshotError(f"{fault}: {printable(reprlib.repr(values))}") from None
             if action in ("alloc", free_action):
                 record.entry_of_position.append(number)
             if action == "alloc":
+                if address in live:  # Its free is missing, or this entry is repeated.
+                    record.blocks.append(live.pop(address)._replace(end=record.last_position))
                 stack, pool = self._stack(entry.get("frames")), _pool_id(entry.get("pool_id"))
                 start, end = record.last_position, 0  # The end is set when it is freed, or by parse().
                 live[address] = Block(address, size, start, end, stack, _stream(entry), pool, requested=size)
                 self._trace_has_pools |= entry.get("pool_id") is not None
             elif action == free_action:
                 block = live.pop(address, None)
+                if block is None and address in known_addresses:
+                    continue  # The entry is repeated.
                 if block is None:  # It is older than the record, as start 0 says.
                     record.unknown_frees += 1
                     block = Block(address, size, start=0, end=0, stack=0, stream=0, pool=DEFAULT_POOL, requested=size)
                 record.blocks.append(block._replace(end=record.last_position))
+                known_addresses.add(address)
             elif action == "oom":
                 position, device_free, stack = record.last_position, address, self._stack(entry.get("frames"))
                 record.failures.append(FailedAllocation(position, number, size, device_free, stack, _stream(entry)))
@@ -319,7 +327,8 @@ def _frame(frame: Any) -> Frame:
     if not isinstance(frame, dict):
         raise _NoSnapshotError("a frame is no dictionary")
     line = frame.get("line", 0)
-    return Frame(_frame_text(frame.get("filename")), line if type(line) is int else 0, _frame_text(frame.get("name")))
+    filename = _frame_text(frame.get("filename")).replace("\\", "/")  # Of Windows, too.
+    return Frame(filename, line if type(line) is int else 0, _frame_text(frame.get("name")))
 
 
 def _frame_text(value: Any) -> str:
@@ -329,7 +338,7 @@ def _frame_text(value: Any) -> str:
 def _integer_field(values: Any, key: str, owner: str, default: int | None = None) -> int:
     value = values.get(key, default) if isinstance(values, dict) else None
     if type(value) is not int or value < 0:  # True is an instance of int, but no number here.
-        raise _NoSnapshotError(f"{owner} has no {key}")
+        raise _NoSnapshotError(f"{owner} has no whole {key}: {printable(reprlib.repr(value))}")
     return value
 
 

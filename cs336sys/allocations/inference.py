@@ -29,7 +29,7 @@ _PHASES = dict.fromkeys(("forward", "loss"), FORWARD) | {
 # The least part of the forward pass's memory that is freed while a backward pass runs.
 _FREED_BY_BACKWARD = 0.3
 
-_LIBRARIES = ("/torch/", "/site-packages/", "/dist-packages/", "/lib/python", "<")
+_LIBRARIES = ("/torch/", "/site-packages/", "/dist-packages/", "/lib/python", "/Lib/", "<")
 # Frames between an operator and who called it: what records, and how torch calls that.
 _PASSING = ("/cs336sys/allocations/", "/torch/_ops.py", "/torch/_compile.py", "/torch/_dynamo/eval_frame.py")
 _INITIAL_NAMES = {
@@ -43,7 +43,7 @@ def role(stack: Sequence[Frame]) -> str:
     """Return the part of training that a stack belongs to, by its innermost telling frame."""
     inner_role = ""
     for frame in stack:
-        name, path = frame.name, "/" + frame.filename.replace("\\", "/")
+        name, path = frame.name, "/" + frame.filename
         if name in _BACKWARD_NAMES or "autograd::Engine::" in name:
             return RECOMPUTATION if inner_role == FORWARD else BACKWARD
         # Only a backward pass further out changes what an inner frame has told.
@@ -64,7 +64,7 @@ def code_of(stack: Sequence[Frame]) -> str:
         return ""
     telling = [frame for frame in stack if is_telling(frame)]
     frame = next(filter(is_own, telling), (telling or stack)[0])
-    folder_and_file = frame.filename.replace("\\", "/").split("/")[-2:]
+    folder_and_file = frame.filename.split("/")[-2:]
     return f"{'/'.join(folder_and_file)}:{frame.line} {frame.name}"
 
 
@@ -178,7 +178,9 @@ class Inference:
             return "unknown"
         run_end = self._run_ends[bisect_left(self._starts, block.start)]
         if part in (INITIAL, OPTIMIZER):
-            return lasting[part] if block.end > run_end else "temporary"
+            # The run of an unfinished model goes on to the end of the record.
+            is_lasting = block.end > run_end or (part == INITIAL and block.end > last_position)
+            return lasting[part] if is_lasting else "temporary"
         next_backward = self._backward_allocations[bisect_right(self._backward_allocations, block.start)]
         if part in (FORWARD, RECOMPUTATION):
             # What the next backward pass still finds was saved for it; a failure can come before that pass goes on.

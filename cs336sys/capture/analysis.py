@@ -4,7 +4,6 @@ import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -234,7 +233,7 @@ class Analysis(SavedRecord):
 
 
 def analyze(
-    capture: Capture, timeline: Timeline, path: Path, label: str, waiting_ns: Times | None = None, ranks: int = -1
+    capture: Capture, timeline: Timeline, file: str, label: str, waiting_ns: Times | None = None, ranks: int = -1
 ) -> Analysis:
     """Sum up one GPU of a capture.
 
@@ -246,7 +245,7 @@ def analyze(
     breakdown = break_down(timeline, waiting_ns)
     steps = timeline.steps
     return Analysis(
-        file=path.name,
+        file=file,
         label=label,
         profiler=capture.profiler,
         is_gpu=capture.is_gpu,

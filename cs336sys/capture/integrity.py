@@ -18,6 +18,7 @@ Flags = NDArray[np.bool_]
 # The clocks of CPU and GPU are some microseconds apart; a call that waits returns a while after the work.
 _CLOCK_SKEW_NS = 50_000
 _LATE_WAIT_NS = 1_000_000
+_LONGEST_QUEUE_NS = 10**9
 _ROUNDING_NS = 1000  # Of kernels that follow each other.
 # Events further apart than this, and than many times what the others span, are not of one session.
 _SESSION_GAP_NS = 600 * 10**9
@@ -48,6 +49,7 @@ def check_capture(capture: Capture) -> Capture:
     capture = replace(capture, launch=_match_launches(capture, sentences))
     checks: tuple[tuple[Callable[[Capture], Flags], str], ...] = (
         (_begins_early, "begin before their launch"),
+        (_begins_late, "begin more than a second after the last call"),
         (_ends_late, "end after a call that waited for them"),
         (_overlaps, "overlap others of their stream"),
     )
@@ -57,7 +59,8 @@ def check_capture(capture: Capture) -> Capture:
         is_impossible = test(capture)
         count, total = int(is_impossible.sum()), len(is_impossible)
         # A clock must be wrong rather than so much work: all of it stays, but how long the GPU idled is not known.
-        if count > _CLOCK_SHARE * total and count > 1:  # One may be a fault, however few works there are.
+        # One may be a fault, however few works there are, unless it is all.
+        if count > _CLOCK_SHARE * total and (count > 1 or count == total):
             sentences.append(say_capture("wrong clock", count=count, total=total, fault=fault))
             hides_idle_time = True
         elif count:
@@ -166,6 +169,13 @@ def _is_contested(capture: Capture, launch: Times) -> Flags:
 def _begins_early(capture: Capture) -> Flags:
     # The time that stands for no launch is the last, where -1 points.
     return capture.work.start < np.append(capture.calls.start, -_NEVER)[capture.launch] - _CLOCK_SKEW_NS
+
+
+def _begins_late(capture: Capture) -> Flags:
+    """Find work that begins long after all calls, if it is all: so long no GPU is behind with everything."""
+    calls_stop = capture.calls.stop.max() if len(capture.calls) else _NEVER
+    is_late = capture.work.start > calls_stop + _LONGEST_QUEUE_NS
+    return is_late & is_late.all()
 
 
 def _ends_late(capture: Capture) -> Flags:

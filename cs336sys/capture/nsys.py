@@ -88,6 +88,12 @@ _IS_POSSIBLE_TIME = f'start >= {-captures.LATEST_NS} AND "end" >= start AND "end
 _COPY_KINDS = ("HtoD", "DtoH", "HtoA", "AtoH", "AtoA", "AtoD", "DtoA", "DtoD", "HtoH", "PtoP")
 _COPY_NAMES = {number: f"Memcpy {kind}" for number, kind in enumerate(_COPY_KINDS, 1)}
 
+
+def _is_whole(column: str) -> str:
+    """Return in SQL whether a column is a whole number; tables that pandas wrote hold such numbers as 5.0."""
+    return f"(typeof({column}) IN ('integer', 'real') AND {column} = CAST({column} AS INTEGER))"
+
+
 _RANGE_EVENTS = (59, 60)  # NVTX_EVENTS.eventType of ranges: push/pop, start/end.
 
 _SHIFT_TO_PROCESS = ">> 24"  # A globalPid is a globalTid whose lowest 24 bits, the thread, are 0.
@@ -153,6 +159,8 @@ class _Export:
             self._work(_FILLS, "0", names={0: "Memset"}),
         )
         calls, ranges = self._calls(), self._ranges()
+        if not len(work):
+            raise UsageError(say_capture("no times", unreadable=self._unreadable))
         gpu_names = {}
         if _GPUS in self._columns and {"id", "name"} <= self._columns[_GPUS]:
             rows = self._report.execute(f"SELECT id, name FROM {_GPUS} WHERE typeof(id) = 'integer'")
@@ -162,10 +170,12 @@ class _Export:
     def _read_integers(self, table: str, columns: Sequence[str]) -> array:
         """Return columns row by row; rows that are not whole numbers, or end before they start, count as unreadable."""
         values = array("q")
-        numbered = ", ".join(f"{column} AS c{place}" for place, column in enumerate(columns))
-        is_whole = " AND ".join(f"typeof(c{place}) = 'integer'" for place in range(len(columns)))
+        places = [f"c{place}" for place in range(len(columns))]
+        numbered = ", ".join(f"{column} AS {place}" for column, place in zip(columns, places, strict=True))
+        whole = ", ".join(f"CAST({place} AS INTEGER)" for place in places)
         possible = f"SELECT {numbered} FROM {table} WHERE {_IS_POSSIBLE_TIME}"
-        values.extend(chain.from_iterable(self._report.execute(f"SELECT * FROM ({possible}) WHERE {is_whole}")))
+        are_whole = " AND ".join(map(_is_whole, places))
+        values.extend(chain.from_iterable(self._report.execute(f"SELECT {whole} FROM ({possible}) WHERE {are_whole}")))
         (count,) = self._report.execute(f"SELECT count(*) FROM {table}").fetchone()
         self._unreadable += count - len(values) // len(columns)
         return values
@@ -223,10 +233,11 @@ class _Export:
             self._require_columns(_RANGES, "text")  # Raises: it is missing.
         text, text_id = (self._column(_RANGES, column, "NULL") for column in ("text", "textId"))
         rows = self._report.execute(
-            f"""SELECT coalesce({text}, strings.value), start, "end", globalTid {_SHIFT_TO_PROCESS}, globalTid
+            f"""SELECT coalesce({text}, strings.value), CAST(start AS INTEGER), CAST("end" AS INTEGER),
+                    globalTid {_SHIFT_TO_PROCESS}, CAST(globalTid AS INTEGER)
                 FROM {table} LEFT JOIN {_STRINGS} AS strings ON strings.id = {text_id}
-                WHERE eventType IN {_RANGE_EVENTS} AND {_IS_POSSIBLE_TIME} AND typeof(start) = 'integer'
-                    AND typeof("end") = 'integer' AND typeof(globalTid) = 'integer'"""
+                WHERE eventType IN {_RANGE_EVENTS} AND {_IS_POSSIBLE_TIME} AND {_is_whole("start")}
+                    AND {_is_whole('"end"')} AND {_is_whole("globalTid")}"""
         )
         values = array("q")
         for name, *numbers in rows:

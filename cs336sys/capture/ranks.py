@@ -306,8 +306,9 @@ def find_stragglers(analyses: Sequence[Analysis], ranks: RankMatching | None) ->
     count, nor the slowing of kernels by a collective that waits: a slow link or another rank makes them longer.
 
     Returns:
-        one of ``straggler`` for each, with the ms that it is longer in a step, the slowest first; or ``no straggler``,
-        with the percentage of a step that could go unseen; or the reason why nobody can tell.
+        one of ``straggler`` for each, with the ms that it is longer in a step, the slowest first; or ``fast ranks``,
+        which wait for all others; or ``no straggler``, with the percentage of a step that could go unseen; or the
+        reason why nobody can tell.
     """
     if not all(analysis.has_steps for analysis in analyses):
         return [_cannot_tell("no steps")]
@@ -318,7 +319,8 @@ def find_stragglers(analyses: Sequence[Analysis], ranks: RankMatching | None) ->
     steps, step_ms = _common_steps(analyses)
     if not steps:
         return [_cannot_tell("no common step")]
-    excess_ms, excess_errors_ms = _mean_excess(list(map(local_ms, analyses)), steps)
+    times_ms = list(map(local_ms, analyses))
+    excess_ms, excess_errors_ms = _mean_excess(times_ms, steps)
     slowest = int(excess_ms.argmax())
     slowest_percent = 100 * excess_ms[slowest] / step_ms
     if len(steps) < _LEAST_STEPS:
@@ -331,19 +333,27 @@ def find_stragglers(analyses: Sequence[Analysis], ranks: RankMatching | None) ->
     if not candidates:
         unseen_t = _t_quantile(len(steps) - 1, _UNSEEN_TAIL / len(analyses))
         unseen_ms = excess_ms[slowest] + unseen_t * excess_errors_ms[slowest]
+        is_fast = -excess_ms >= np.maximum(_LEAST_SHARE * step_ms, critical_t * excess_errors_ms)
+        if is_fast.any() and not ranks.missing:  # More than half are slow alike: the median is one of them.
+            fast = [analyses[rank].label for rank in np.flatnonzero(is_fast).tolist()]
+            return [Finding("fast ranks", ", ".join(fast), float(-100 * excess_ms.min() / step_ms), "percent")]
         return [_answer_without_candidates(analyses, ranks, max(unseen_ms, _LEAST_SHARE * step_ms))]
     if ranks.why_no_waits:
         return [_cannot_tell("unknown waits", reason=ranks.why_no_waits)]
     # A step is the tuple of its places on the ranks.
     mean_late_ms = [fmean(row[step[rank]] for step in steps) for rank, row in enumerate(ranks.late_ms)]
     others_ms = [ms for rank, ms in enumerate(mean_late_ms) if rank not in candidates]
+    usual = [rank for rank in range(len(analyses)) if rank not in candidates] or candidates
     stragglers = []
     for rank in sorted(candidates, key=lambda rank: -excess_ms[rank]):
-        ms = float(excess_ms[rank])
+        compared = [rank, *(other for other in usual if other != rank)]  # Without what else is slow.
+        compared_steps = [tuple(step[other] for other in compared) for step in steps]
+        ms = float(_mean_excess([times_ms[other] for other in compared], compared_steps)[0][0])
         # Stages of a pipeline come one after another, whichever is slow; where all ranks are slow, none comes earlier.
         if ranks.is_pipeline or not others_ms or mean_late_ms[rank] - median(others_ms) >= _LATE_SHARE * ms:
             facts: dict[str, Any] = {"file": analyses[rank].file, "percent": 100 * ms / step_ms}
-            facts["longer_parts"] = _longer_parts(analyses, rank, ms)
+            facts["longer_parts"] = _longer_parts([analyses[other] for other in compared], ms)
+            facts |= {"missing": ranks.missing} if ranks.missing else {}
             stragglers.append(Finding("straggler", analyses[rank].label, amount=ms, unit="ms", facts=facts))
     return stragglers or [_cannot_tell("not last", analyses[slowest].label, amount=slowest_percent)]
 
@@ -402,10 +412,8 @@ def _t_quantile(degrees: int, tail: float) -> float:
     return math.sqrt(degrees) * math.tan(angles[np.searchsorted(beyond, 2 * tail * beyond[-1])])
 
 
-def _longer_parts(
-    analyses: Sequence[Analysis], rank: int, excess_ms: float
-) -> list[tuple[str, float, list[tuple[str, float]]]]:
-    """Return which parts of a step are longer on a rank, by how many ms, and of computing which kinds of kernel.
+def _longer_parts(analyses: Sequence[Analysis], excess_ms: float) -> list[tuple[str, float, list[tuple[str, float]]]]:
+    """Return which parts of a step are longer on the first rank, by how many ms, and which kinds of kernel.
 
     A part is named from :data:`_NAMED_SHARE` of the excess on, a kind of kernel from that share of computing's.
     """
@@ -415,13 +423,13 @@ def _longer_parts(
         for kernel in analysis.kernels:
             kind_ms[kernel.kind] += sum(kernel.own_ms) / len(analysis.step_ms)
     return [
-        (part, ms, _longer_times(kinds, rank, _NAMED_SHARE * ms) if part == StepPart.COMPUTING else [])
-        for part, ms in _longer_times(parts, rank, _NAMED_SHARE * excess_ms)
+        (part, ms, _longer_times(kinds, _NAMED_SHARE * ms) if part == StepPart.COMPUTING else [])
+        for part, ms in _longer_times(parts, _NAMED_SHARE * excess_ms)
     ]
 
 
-def _longer_times(times_ms: Sequence[Mapping[str, float]], rank: int, least_ms: float) -> list[tuple[str, float]]:
-    """Return which times of a rank exceed the median of the others' by more than ``least_ms``, and by how many ms."""
-    others = [times for other, times in enumerate(times_ms) if other != rank]
-    excess_ms = {name: ms - median(times.get(name, 0.0) for times in others) for name, ms in times_ms[rank].items()}
+def _longer_times(times_ms: Sequence[Mapping[str, float]], least_ms: float) -> list[tuple[str, float]]:
+    """Return which times of the first rank exceed the median of the others' by more than ``least_ms``, and how far."""
+    first, *others = times_ms
+    excess_ms = {name: ms - median(times.get(name, 0.0) for times in others) for name, ms in first.items()}
     return sorted(((name, ms) for name, ms in excess_ms.items() if ms > least_ms), key=lambda item: -item[1])

@@ -94,8 +94,9 @@ def capture_files(paths: Sequence[Path]) -> list[Path]:
     files: dict[Path, None] = {}
     for path in paths:
         inside = [path]
-        if path.is_dir():
-            inside = sorted((file for file in path.iterdir() if file.name.endswith(_ENDINGS)), key=_natural_key)
+        if path.is_dir():  # Each rank may have a folder in it.
+            inside, deeper = ([file for file in path.glob(way) if file.name.endswith(_ENDINGS)] for way in ("*", "*/*"))
+            inside = sorted(inside or deeper, key=_natural_key)
             if not inside:
                 raise UsageError(f"{path} is a folder without captures: files that end in {', '.join(_ENDINGS)}")
         files |= dict.fromkeys(inside)
@@ -104,7 +105,7 @@ def capture_files(paths: Sequence[Path]) -> list[Path]:
 
 def _natural_key(path: Path) -> list[tuple[int, str]]:
     """Return a key that sorts numbers in names by their values: rank 2 before rank 10."""
-    return [(int(part), "") if part.isdigit() else (0, part) for part in re.split(r"(\d+)", path.name)]
+    return [(int(part), "") if part.isdigit() else (0, part) for part in re.split(r"(\d+)", str(path))]
 
 
 class _GpuCapture(NamedTuple):
@@ -140,12 +141,14 @@ def read_captures(paths: Sequence[Path], step: str | None = None) -> AnalysedCap
         if ranks is None:
             notes += (say_capture("no collectives"),)
     analyses = []
+    named_parts = 1 if len({path.name for path in rank_of_file}) == len(rank_of_file) else 2  # With its folder's name.
     for place, (gpu, label) in enumerate(zip(gpus, _labels(gpus, rank_of_file), strict=True)):
+        file = "/".join(gpu.path.parts[-named_parts:])
         if ranks is None:
-            analyses.append(analyze(gpu.capture, gpu.timeline, gpu.path, label))
+            analyses.append(analyze(gpu.capture, gpu.timeline, file, label))
             continue
         waiting_ns = None if ranks.matching.why_no_waits else ranks.waiting_ns[place]
-        analysis = analyze(gpu.capture, gpu.timeline, gpu.path, label, waiting_ns, ranks=len(gpus))
+        analysis = analyze(gpu.capture, gpu.timeline, file, label, waiting_ns, ranks=len(gpus))
         # By the numbers of match_ranks: equal ones are one step on all ranks.
         analyses.append(replace(analysis, step_numbers=ranks.step_numbers[place]))
     return AnalysedCaptures(tuple(analyses), gpu_timelines, gpus[0].capture, ranks, notes)
@@ -157,21 +160,23 @@ _RANKS_BY_ORDER = "the files do not say their ranks, which are their order here"
 def _ranks_of_files(recorded_ranks: Mapping[Path, int | None]) -> tuple[dict[Path, int], tuple[str, ...]]:
     """Return the rank of each file, and notes on how they were told apart.
 
-    Where a file has recorded none, or two the same, the names of the files decide (``rank3``). Where these do not tell
-    all files apart, their order does, unless every file has recorded a rank: then two of one rank are an error.
+    Where a file has recorded none, or two the same, the names of files and folders decide (``rank3``). Where these do
+    not tell all files apart, their order does, unless all have recorded a rank: then two of one rank are an error.
     """
     ranks = [rank for rank in recorded_ranks.values() if rank is not None]
     if len(recorded_ranks) == 1 or len(set(ranks)) == len(recorded_ranks):
         return dict(zip(recorded_ranks, ranks or [0], strict=True)), ()  # A single file that names none is rank 0.
-    matches = [re.search(r"rank[-_ .]?(\d+)", path.name, re.IGNORECASE) for path in recorded_ranks]
-    ranks_in_names = [int(match[1]) for match in matches if match]
-    if len(set(ranks_in_names)) == len(recorded_ranks):
-        return dict(zip(recorded_ranks, ranks_in_names, strict=True)), ("ranks by the names of the files",)
+    for named_parts in (1, 2):  # The file's name, then with that of its folder.
+        names = ["/".join(path.parts[-named_parts:]) for path in recorded_ranks]
+        numbers = [re.findall(r"rank[-_ .=]?(\d+)", name, re.IGNORECASE) for name in names]
+        ranks_in_names = [max(map(int, of_name)) for of_name in numbers if of_name]  # A local rank is no larger.
+        if len(set(ranks_in_names)) == len(recorded_ranks):
+            return dict(zip(recorded_ranks, ranks_in_names, strict=True)), ("ranks by the names of the files",)
     if len(ranks) < len(recorded_ranks):
         return {path: place for place, path in enumerate(recorded_ranks)}, (_RANKS_BY_ORDER,)
     repeated_rank = next(rank for rank in ranks if ranks.count(rank) > 1)
     files = " and ".join(str(path) for path, rank in recorded_ranks.items() if rank == repeated_rank)
-    raise UsageError(f"{files} are both of rank {repeated_rank}: give one file for each rank")
+    raise UsageError(f"{files} say that they are rank {repeated_rank}: give one file a rank, or name them rank0, rank1")
 
 
 def _labels(gpus: Sequence[_GpuCapture], rank_of_file: Mapping[Path, int]) -> list[str]:
@@ -200,15 +205,15 @@ def _missing_ranks(gpus: Sequence[_GpuCapture], rank_of_file: Mapping[Path, int]
         for group in {record.group for record in records if "..." not in record.group}:
             listed = re.search(r"\[[\d, ]*\]", group)
             world_sizes += [int(rank) + 1 for rank in re.findall(r"\d{1,9}", listed[0] if listed else "")]
-    world, files = max(world_sizes), len(rank_of_file)
-    count_text = f"{world - files} of {world} ranks have no file"
+    world, ranks = max(world_sizes), set(rank_of_file.values())
     if is_order:
-        return count_text if files < world else ""
-    # A damaged file may name any number.
-    missing = sorted(set(range(min(world, 100_000))) - set(rank_of_file.values()))
+        return f"{world - len(ranks)} of {world} ranks have no file" if len(ranks) < world else ""
+    # A damaged file may name any number. A gap between ranks shows even where no size is recorded.
+    missing = sorted({*range(min(world, 100_000)), *range(min(ranks), min(max(ranks), 100_000))} - ranks)
+    world = max(world, max(ranks) + 1)
     if not missing:
         return ""
     if len(missing) > 8:
-        return count_text
+        return f"{len(missing)} of {world} ranks have no file"
     noun, verb = ("rank", "has") if len(missing) == 1 else ("ranks", "have")
     return f"{noun} {', '.join(map(str, missing))} of {world} {verb} no file"

@@ -229,9 +229,10 @@ def _by_ranges(capture: Capture, timeline: Timeline, is_step: Callable[[str], An
             spans.append((begin, end))
             if match := PROFILER_STEP.match(capture.texts[name]):
                 counted.append(int(match[1]))
-    if not spans:
-        return None
     are_counted = len(set(counted)) == len(spans)
+    # Where no launch is known, only steps that follow each other without a gap have work: the GPU lags behind ranges.
+    if not spans or not (are_counted or (timeline.launched >= 0).any()):
+        return None
     numbers = counted if are_counted else range(len(spans))
     ranges = np.array(spans, np.int64)
     launched = np.where(timeline.launched < 0, timeline.start, timeline.launched)

@@ -126,6 +126,59 @@ def test_first_step_that_does_not_fit_says_so(layers):
     assert "It failed before the end of the first step" in verdict.sentence
 
 
+def test_first_update_that_does_not_fit_says_so():
+    """Its state does not become smaller with the batch."""
+    p = Program(0)
+    p.build()
+    stack = [{"filename": "/v/site-packages/torch/optim/adamw.py", "line": 410, "name": "_init_group"}]
+    p.backward(p.forward([{"filename": "/u/t.py", "line": 9, "name": "step"}]), [])
+    p.fail(1.5 * p.width, lambda: [p.allocate(p.width, stack) for _ in range(2)])
+    (verdict,) = verdicts([diagnose_memory("s", *parse_dump(p.snapshot()))])
+    assert "It failed in the optimizer's first update" in verdict.sentence
+    assert "a smaller batch does not make them smaller" in verdict.sentence
+
+
+def test_a_model_that_does_not_fit_consists_of_parameters():
+    p = Program(0)
+    p.fail(2.5 * p.width, p.build)
+    (verdict,) = verdicts([diagnose_memory("s", *parse_dump(p.snapshot()))])
+    assert verdict.diagnosis.by_category["parameters"] == 2 * p.width
+    assert "It failed while a model was built" in verdict.sentence
+
+
+def test_entries_that_are_repeated_count_once():
+    snapshot = program("list_of_outputs", 0).snapshot()
+    before = diagnose_memory("s", *parse_dump(snapshot))
+    (trace,) = snapshot["device_traces"]
+    snapshot["device_traces"] = [[entry for entry in trace for _ in range(2)]]
+    twice = diagnose_memory("s", *parse_dump(snapshot))
+    assert (twice.peak, twice.causes[0].where) == (before.peak, before.causes[0].where)
+
+
+@pytest.mark.parametrize(
+    ("of_copy", "certainty"),
+    [("/u/t.py", "looks like"), ("/site-packages/pml/loss.py", "looks like"), ("/v/torch/nn/loss.py", "measured")],
+)
+def test_a_loss_may_join_two_products(of_copy, certainty):
+    p = Program(0)
+    p.build()
+    p.train(1)
+    p.logits = p.layers * p.activation
+    p.forward([{"filename": "/u/t.py", "line": 9, "name": "step"}], loss=False)
+    p.allocate(2 * p.logits, [{"filename": of_copy, "line": 12, "name": "contrastive_loss"}])
+    (cause,) = diagnose_memory("s", *parse_dump(p.snapshot())).causes
+    assert (cause.cause, cause.certainty) == ("fp32 logits", certainty)
+
+
+def test_paths_of_windows_name_the_same_lines():
+    snapshot = program("list_of_outputs", 0).snapshot()
+    (before,) = diagnose_memory("s", *parse_dump(snapshot)).causes
+    for entry in snapshot["device_traces"][0]:
+        entry["frames"] = [frame | {"filename": frame["filename"].replace("/", "\\")} for frame in entry["frames"]]
+    (cause,) = diagnose_memory("s", *parse_dump(snapshot)).causes
+    assert cause.where == before.where
+
+
 @pytest.mark.parametrize("version", VERSIONS)
 def test_every_version_s_form_reads_alike(plain, version, tmp_path):
     snapshot = plain.snapshot(version)

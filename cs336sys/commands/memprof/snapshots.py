@@ -8,7 +8,7 @@ from typing import Any
 
 from cs336sys.allocations.causes import Moment
 from cs336sys.allocations.diagnosis import MemoryDiagnosis, changes, longest_batch
-from cs336sys.allocations.inference import FOREIGN_CATEGORIES
+from cs336sys.allocations.inference import FOREIGN_CATEGORIES, INITIAL, OPTIMIZER
 from cs336sys.allocations.timeline import held_bytes, thinned
 from cs336sys.commands.memprof.page import timeline_page, write_timeline
 from cs336sys.commands.memprof.tables import CERTAINTIES, Verdict, say_memory
@@ -60,6 +60,8 @@ def _event(diagnosis: MemoryDiagnosis) -> str:
 _NO_CAUSE: dict[str, Callable[[Moment], bool]] = {
     "no history": lambda moment: not moment.record.last_position,
     "no stacks": lambda moment: not moment.record.has_stacks,
+    "building": lambda moment: moment.failure is not None and moment.role(moment.failure) == INITIAL,
+    "first update": lambda moment: _is_in_first_update(moment),
     # As many as growth is proved by.
     "no growth": lambda moment: len(moment.inference.steps) >= 3,
     # The record begins with the device's first allocation.
@@ -68,6 +70,18 @@ _NO_CAUSE: dict[str, Callable[[Moment], bool]] = {
     ),
     "few steps": lambda moment: True,
 }
+
+
+def _is_in_first_update(moment: Moment) -> bool:
+    """Return whether the record's first update of an optimizer failed, with which its state is made."""
+    record, steps, failure = moment.record, moment.inference.steps, moment.failure
+    updates = [block.start for block in record.blocks if moment.role(block) == OPTIMIZER]
+    return (
+        failure is not None
+        and moment.role(failure) == OPTIMIZER
+        and all(block.start for block in record.blocks)
+        and min(updates, default=failure.position) >= max(steps, default=0)
+    )
 
 
 def snapshot_tables(diagnoses: Sequence[MemoryDiagnosis], top: int) -> list[Table]:
