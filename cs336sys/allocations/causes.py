@@ -39,38 +39,25 @@ _CONVERSION = re.compile(r"::_?to(_copy)?(::|\b)")
 
 @dataclass(frozen=True)
 class FreePieces:
-    """Memory that the allocator has and nobody uses, in bytes.
+    """Memory that the allocator has and nobody uses, in bytes."""
 
-    Attributes:
-        usable: free for the stream that asked, outside of private pools.
-        largest: the largest piece of it.
-        elsewhere: free for other streams, or in private pools.
-        reserved: all segments.
-        is_expandable: the segments grow in place already.
-    """
-
-    usable: int
-    largest: int
-    elsewhere: int
-    reserved: int
-    is_expandable: bool
+    usable: int  # Free for the stream that asked, outside of private pools.
+    largest: int  # The largest piece of it.
+    elsewhere: int  # Free for other streams, or in private pools.
+    reserved: int  # All segments.
+    is_expandable: bool  # The segments grow in place already.
 
 
 @dataclass(frozen=True)
 class Moment:
-    """A device at one moment, which causes are to explain.
-
-    Attributes:
-        live: indices of the blocks that exist.
-        size: their bytes.
-    """
+    """A device at one moment, which causes are to explain."""
 
     record: DeviceRecord
     inference: infer.Inference
     position: int
     failure: FailedAllocation | None
-    live: Sequence[int]
-    size: int
+    live: Sequence[int]  # Indices of the blocks that exist,
+    size: int  # and their bytes.
     free: FreePieces
 
     def role(self, block: Block | FailedAllocation) -> str:

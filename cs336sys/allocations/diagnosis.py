@@ -17,18 +17,13 @@ _SAME_PARAMETERS = 0.02
 
 @dataclass(frozen=True)
 class Kind:
-    """Blocks of one size that one line made for one purpose, at one moment.
+    """Blocks of one size that one line made for one purpose, at one moment."""
 
-    Attributes:
-        size: of one, in bytes.
-        code, operation: ``src/train.py:88 train_step``, ``linear``; empty where no stack says.
-    """
-
-    size: int
+    size: int  # Of one, in bytes.
     count: int
     category: str
-    code: str
-    operation: str
+    code: str  # ``src/train.py:88 train_step``; like the operation empty where no stack says.
+    operation: str  # ``linear``
 
     @property
     def total(self) -> int:
@@ -37,22 +32,14 @@ class Kind:
 
 @dataclass(frozen=True)
 class MemoryDiagnosis:
-    """One device of one snapshot.
+    """One device of one snapshot."""
 
-    Attributes:
-        source: the file's name.
-        failed_at: the line whose allocation failed; empty if none failed.
-        peak: most bytes at once.
-        by_category: the bytes at the moment, by FOREIGN_CATEGORIES.
-        kinds: the blocks that hold them, the largest kind first.
-    """
-
-    source: str
+    source: str  # The file's name.
     moment: Moment = field(repr=False, compare=False)
-    failed_at: str
-    peak: int
-    by_category: Mapping[str, int]
-    kinds: Sequence[Kind]
+    failed_at: str  # The line whose allocation failed; empty if none failed.
+    peak: int  # Most bytes at once.
+    by_category: Mapping[str, int]  # The bytes at the moment, by FOREIGN_CATEGORIES.
+    kinds: Sequence[Kind]  # The blocks that hold them, the largest kind first.
     causes: Sequence[Finding]
 
     @property

@@ -45,35 +45,26 @@ class Frame(NamedTuple):
 class Block(NamedTuple):
     """Memory from one allocation until it could be used again.
 
-    Attributes:
-        size: as asked for; of memory older than the record, as handed out.
-        start, end: positions: how many allocations and frees came before; 0: before the record, beyond its end: never.
-        stack: index into :attr:`DeviceRecord.stacks`.
-        requested: bytes that were asked for, whatever ``size`` is.
+    Positions are how many allocations and frees came before.
     """
 
     address: int
-    size: int
-    start: int
-    end: int
-    stack: int
+    size: int  # As asked for; of memory older than the record, as handed out.
+    start: int  # Position; 0: before the record.
+    end: int  # Likewise; beyond the record's end: never.
+    stack: int  # Index into DeviceRecord.stacks.
     stream: int
     pool: tuple[int, int]
-    requested: int
+    requested: int  # Bytes that were asked for, whatever the size is.
 
 
 class FailedAllocation(NamedTuple):
-    """An allocation that failed.
-
-    Attributes:
-        entry: its number in the trace.
-        device_free: bytes that the device had outside of the allocator.
-    """
+    """An allocation that failed."""
 
     position: int
-    entry: int
+    entry: int  # Its number in the trace.
     size: int
-    device_free: int
+    device_free: int  # Bytes that the device had outside of the allocator.
     stack: int
     stream: int
 
@@ -94,25 +85,19 @@ class Segment(NamedTuple):
 
 @dataclass
 class DeviceRecord:
-    """History and state of one device's allocator.
-
-    Attributes:
-        stacks: of all blocks; the first is empty.
-        segments: by address.
-        entry_of_position: for each position, the number of the trace's entry that led to it.
-        segment_events: entries that changed segments: their numbers, 1 or -1, and the segment.
-        unknown_frees: of memory older than the record.
-        step_marks: positions after which a step had ended, by names with ``step`` that the program recorded, if any.
-    """
+    """History and state of one device's allocator."""
 
     device: int
     blocks: list[Block] = field(default_factory=list)
     failures: list[FailedAllocation] = field(default_factory=list)
-    segments: list[Segment] = field(default_factory=list)
-    stacks: list[tuple[Frame, ...]] = field(default_factory=lambda: [()])
+    segments: list[Segment] = field(default_factory=list)  # By address.
+    stacks: list[tuple[Frame, ...]] = field(default_factory=lambda: [()])  # Of all blocks; the first is empty.
+    # For each position, the number of the trace's entry that led to it.
     entry_of_position: list[int] = field(default_factory=lambda: [-1])
+    # Entries that changed segments: their numbers, 1 or -1, and the segment.
     segment_events: list[tuple[int, int, Segment]] = field(default_factory=list)
-    unknown_frees: int = 0
+    unknown_frees: int = 0  # Of memory older than the record.
+    # Positions after which a step had ended, by names with "step" that the program recorded, if any.
     step_marks: list[int] = field(default_factory=list)
 
     @property

@@ -30,15 +30,10 @@ _MARK = "cs336sys moment "
 
 
 class AllocationHistory(AbstractContextManager):
-    """Records what the allocator does while it is entered.
+    """Records what the allocator does while it is entered."""
 
-    Attributes:
-        events: allocations and frees in their order, once it is left.
-        lost_events: how many earlier events were dropped.
-    """
-
-    events: Sequence[Event] = ()
-    lost_events: int = 0
+    events: Sequence[Event] = ()  # Allocations and frees in their order, once it is left.
+    lost_events: int = 0  # How many earlier events were dropped.
 
     @abstractmethod
     def mark(self) -> int:

@@ -207,20 +207,13 @@ _VIEWS |= {"UnsafeView", "Unsqueeze", "View"}
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """One storage that autograd holds until the backward pass.
+    """One storage that autograd holds until the backward pass."""
 
-    Attributes:
-        shape, dtype: of the first tensor in it that was saved.
-        size: of the whole storage, in bytes.
-        operation: what computed the tensor, ``Exp``; ``input`` for a leaf; empty for a mask and in compiled code.
-        module, code: where it was saved first.
-    """
-
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # This and the dtype are those of the first tensor in it that was saved.
     dtype: str
-    size: int
-    operation: str
-    module: str
+    size: int  # Of the whole storage, in bytes.
+    operation: str  # Which computed the tensor, ``Exp``; ``input`` for a leaf; empty for a mask and in compiled code.
+    module: str  # This and the code say where it was saved first.
     code: str
 
 

@@ -35,16 +35,11 @@ class Event:
 
 @dataclass(frozen=True)
 class Origin:
-    """The origin of an allocation; unknown fields are empty.
+    """The origin of an allocation; unknown fields are empty."""
 
-    Attributes:
-        module: name in the model, ``layers.3.attn``.
-        operation: ``mm``, or in the backward pass the node of the graph, ``MmBackward0``.
-        code: ``cs336_basics/model.py:51 forward``; of a backward node, the line of the forward pass that made it.
-    """
-
-    module: str = ""
-    operation: str = ""
+    module: str = ""  # Name in the model, ``layers.3.attn``.
+    operation: str = ""  # ``mm``, or in the backward pass the node of the graph, ``MmBackward0``.
+    # ``cs336_basics/model.py:51 forward``; of a backward node, the line of the forward pass that made it.
     code: str = ""
 
 
@@ -75,37 +70,26 @@ class Gradient(NamedTuple):
 
 @dataclass(frozen=True)
 class Allocation:
-    """One block of memory, alive from position ``start`` on and before ``end``.
-
-    Attributes:
-        phase: in which it was allocated, empty if before all phases.
-        parameter: of a gradient, the parameter's name.
-    """
+    """One block of memory, alive from position ``start`` on and before ``end``."""
 
     address: int
     size: int
     start: int
     end: int
-    phase: str
+    phase: str  # In which it was allocated, empty if before all phases.
     category: str
     origin: Origin = Origin()
-    parameter: str = ""
+    parameter: str = ""  # Of a gradient, the parameter's name.
 
 
 @dataclass(frozen=True)
 class AllocationTimeline:
-    """All allocations of one recorded step.
-
-    Attributes:
-        length: the last position, the number of events.
-        regions: phases in order, and recomputations.
-        lost_events: how many events before the first known one a bounded history has dropped.
-    """
+    """All allocations of one recorded step."""
 
     allocations: Sequence[Allocation]
-    length: int
-    regions: Sequence[Region]
-    lost_events: int = 0
+    length: int  # The last position, the number of events.
+    regions: Sequence[Region]  # Phases in order, and recomputations.
+    lost_events: int = 0  # How many events before the first known one a bounded history has dropped.
 
     def phases(self) -> list[Region]:
         return [region for region in self.regions if region.name in STEP_PHASES]
