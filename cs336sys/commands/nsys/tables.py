@@ -122,25 +122,10 @@ def _profile_notes(measured: Sequence[MeasuredProfile]) -> tuple[str, ...]:
     """Say how much of the work has a phase, and what is unusual."""
     if not measured:
         return ()
-    profiles = []
-    for run in measured:
-        workload = " ".join(str(run.labels[name]) for name in ("size", "context", "precision") if name in run.labels)
-        kernels = {row.name: row.kernels for row in run.profile.phases}
-        forward_launches = kernels.get("forward", 0)
-        profiles.append(
-            {
-                "prefix": f"{workload}: " if workload else "",
-                "damage": run.profile.damage,
-                "is_idle_known": run.profile.is_idle_known,
-                "forward_launches": forward_launches,
-                # A warning tells of a backward pass with fewer launches than the forward pass: not where there is none.
-                "backward_launches": kernels.get("backward", forward_launches),
-            }
-        )
     return sentences(
         __name__,
         "profiles",
-        profiles=profiles,
+        measured=measured,
         on_gpu=all(run.profile.is_gpu for run in measured),
         least_percent=min(run.profile.attributed_percent for run in measured),
         has_several_gpus=any(run.profile.of_gpus for run in measured),

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -38,6 +38,12 @@ class MeasuredProfile:
     @property
     def ranges_of_all_gpus(self) -> tuple[RangeTime, ...]:
         return (*self.profile.phases, *((self.profile.step,) if self.profile.step else ()))
+
+    @property
+    def lacks_backward_launches(self) -> bool:
+        """Return whether there is a backward pass, with fewer launches than the forward pass."""
+        launches = {phase.name: phase.kernels for phase in self.profile.phases}
+        return "backward" in launches and launches["backward"] < launches.get("forward", 0)
 
     def unprofiled(self, name: str) -> Samples | None:
         return self.cell.samples.get(name) if self.cell else None
@@ -148,20 +154,6 @@ def shown_names(kernels: Sequence[str], full_names: bool) -> list[str]:
 
 def share_table(measured: Sequence[MeasuredProfile], labels: Sequence[Column]) -> Table:
     """Build the table of each kind's share of kernel time, in each phase and in the whole step."""
-    rows = []
-    for run in measured:
-        totals: dict[str, Counter[str]] = {row.name: Counter() for row in run.ranges_of_all_gpus}
-        for kernel in run.profile.kernels:
-            category = category_of(kernel.kernel)
-            totals[kernel.range][category] += kernel.total_ns  # Its range is a phase; their sum is the step.
-            if run.profile.step:
-                # The course's AdamW is made of elementwise kernels: the phase says more than their names.
-                totals[STEP][Category.OPTIMIZER if kernel.range == "optimizer" else category] += kernel.total_ns
-        for phase_or_step in run.ranges_of_all_gpus:
-            total_ns = totals[phase_or_step.name].total()
-            shares = {_share_key(kind): 100 * ns / total_ns for kind, ns in totals[phase_or_step.name].items() if ns}
-            kernel_ms = total_ns / phase_or_step.count / 1e6  # Of one occurrence.
-            rows.append({**run.labels, "phase": phase_or_step.name, "kernel_ms": kernel_ms, **shares})
     columns = (
         *labels,
         *named_columns("phase", kernel_ms="kernels"),
@@ -171,7 +163,24 @@ def share_table(measured: Sequence[MeasuredProfile], labels: Sequence[Column]) -
         "share of kernel time, by the kernels' names; in the step, all that the optimizer launches counts as its own",
         *unclassified_note((kernel.kernel, kernel.total_ns) for run in measured for kernel in run.profile.kernels),
     )
+    rows = [{**run.labels, **row} for run in measured for row in _shares(run)]
     return Table("shares", "nsys: share of each kind of kernel", columns, rows, notes=notes)
+
+
+def _shares(run: MeasuredProfile) -> Iterator[dict[str, Any]]:
+    """Yield for each phase, and for the step, the time of its kernels and which part of that each kind takes."""
+    totals: dict[str, Counter[str]] = {row.name: Counter() for row in run.ranges_of_all_gpus}
+    for kernel in run.profile.kernels:
+        category = category_of(kernel.kernel)
+        totals[kernel.range][category] += kernel.total_ns  # Its range is a phase; their sum is the step.
+        if run.profile.step:
+            # The course's AdamW is made of elementwise kernels: the phase says more than their names.
+            totals[STEP][Category.OPTIMIZER if kernel.range == "optimizer" else category] += kernel.total_ns
+    for phase_or_step in run.ranges_of_all_gpus:
+        total_ns = totals[phase_or_step.name].total()
+        shares = {_share_key(kind): 100 * ns / total_ns for kind, ns in totals[phase_or_step.name].items() if ns}
+        kernel_ms = total_ns / phase_or_step.count / 1e6  # Of one occurrence.
+        yield {"phase": phase_or_step.name, "kernel_ms": kernel_ms, **shares}
 
 
 def unclassified_note(times: Iterable[tuple[str, float]]) -> list[str]:
@@ -195,23 +204,18 @@ _INCHES_BETWEEN = 0.55  # The title, and the distance to the next size.
 def plot_shares(measured: Sequence[MeasuredProfile], labels: Sequence[Column], path: Path) -> None:
     """Draw axes in a row for each size and a column for each phase, and in them each profile's shares as a bar.
 
-    The time of all kernels of the phase stands next to its bar.
+    The time of all kernels of the phase stands next to its bar. Without profiles the picture is empty.
     """
     from matplotlib.patches import Patch
 
-    rows = share_table(measured, labels).rows if measured else []  # Without any, an empty picture: the table says why.
-    phases = list(dict.fromkeys(str(row["phase"]) for row in rows))
+    keys = [label.key for label in labels if label.key not in ("size", "parameters")]
     groups: dict[str, list[tuple[str, dict[str, Mapping[str, Any]]]]] = {}  # Bars (name, rows by phase) by size.
-    for row in rows:
-        bars = groups.setdefault(str(row.get("size", "")), [])
-        keys = [label.key for label in labels if label.key not in ("size", "parameters")]
-        name = ", ".join(f"context {row[key]}" if key == "context" else str(row[key]) for key in keys)
-        last_name, row_of_phase = bars[-1] if bars else ("", {})
-        # Rows of one profile follow each other, each of another phase.
-        if not bars or last_name != name or row["phase"] in row_of_phase:
-            row_of_phase = {}
-            bars.append((name, row_of_phase))
-        row_of_phase[str(row["phase"])] = row
+    for run in measured:
+        name = ", ".join(f"context {run.labels[key]}" if key == "context" else str(run.labels[key]) for key in keys)
+        row_of_phase = {row["phase"]: row for row in _shares(run)}
+        groups.setdefault(str(run.labels.get("size", "")), []).append((name, row_of_phase))
+    rows = [row for bars in groups.values() for _, row_of_phase in bars for row in row_of_phase.values()]
+    phases = list(dict.fromkeys(row["phase"] for row in rows))
     heights = [len(bars) for bars in groups.values()] or [1]
     figure_size = 2 + 2.1 * len(phases), 0.8 + sum(heights) * _INCHES_PER_BAR + len(heights) * _INCHES_BETWEEN
     figure, axes = new_axes(*figure_size, len(heights), max(1, len(phases)), gridspec_kw={"height_ratios": heights})
