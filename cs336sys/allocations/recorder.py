@@ -83,7 +83,8 @@ class StepRecorder:
             for module, name in names.items()
             for parameter_name, parameter in module.named_parameters(recurse=False)
         }
-        self._operations = _OperationObserver(history, names) if follow_operations else None
+        self._modules = ModuleStack(names)
+        self._operations = _OperationObserver(history, self._modules) if follow_operations else None
         # Name, start and end; mark, address and name of the parameter. Marks become positions once the history is left.
         self._regions: list[tuple[str, int, int]] = []
         self._gradients: list[tuple[int, int, str]] = []
@@ -98,6 +99,7 @@ class StepRecorder:
                     stack.callback(hook.remove)
             stack.enter_context(self._history)
             if self._operations is not None:
+                stack.enter_context(self._modules)
                 stack.enter_context(self._operations)
             self._cleanup = stack.pop_all()
         return self
@@ -158,20 +160,12 @@ class _OperationObserver(DispatchMode):
     It keeps no frames and no tensors, which would keep memory alive.
     """
 
-    def __init__(self, history: AllocationHistory, names: Mapping[nn.Module, str]):
+    def __init__(self, history: AllocationHistory, modules: ModuleStack):
         super().__init__()
         self._history = history
-        self._modules = ModuleStack(names)
+        self._modules = modules
         self._by_sequence: dict[int, Origin] = {}  # By the sequence number of a node of the forward pass's graph.
         self._spans: list[tuple[int, int, Origin]] = []  # Marks at the start and end of an operation.
-
-    def __enter__(self) -> Self:
-        self._modules.__enter__()
-        return super().__enter__()
-
-    def __exit__(self, *exception: object) -> None:
-        super().__exit__(*exception)
-        self._modules.__exit__(*exception)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.namespace == "profiler":  # Named ranges of a profile, such as the marks of CpuHistory.

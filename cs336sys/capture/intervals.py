@@ -44,18 +44,16 @@ def group_numbers(*keys: Times) -> Times:
 
 def is_within_another(start: Times, stop: Times, *keys: Times) -> NDArray[np.bool_]:
     """Return which intervals lie in another of equal keys; of equal intervals, all but the first do."""
-    _, group = np.unique(group_numbers(*keys), return_inverse=True)
-    stops, stop_rank = np.unique(stop, return_inverse=True)
+    group = group_numbers(*keys)
     # Of intervals that begin together the longest comes first, so that only later ones lie in earlier ones.
     order = np.lexsort((-stop, start, group))
-    # One number for group and stop, of which the group counts more. Its maximum so far is of the interval of this group
-    # that stops last; where the group has just begun, of an earlier one, and less than any of this.
-    group_and_stop = (group * len(stops) + stop_rank)[order]
-    latest = np.maximum.accumulate(group_and_stop)[:-1]
-    latest_stop = stops[latest % len(stops)]
+    _, firsts = np.unique(group[order], return_index=True)  # From 0 on: np.split's first part is empty.
     is_inner = np.zeros(len(start), bool)
-    # An interval without length that begins where another ends follows that, and does not lie in it.
-    is_inner[order[1:]] = (group_and_stop[1:] <= latest) & (start[order[1:]] < latest_stop)
+    for members in np.split(order, firsts)[1:]:
+        latest_stop = np.maximum.accumulate(stop[members])[:-1]
+        later = members[1:]
+        # An interval without length that begins where another ends follows that, and does not lie in it.
+        is_inner[later] = (stop[later] <= latest_stop) & (start[later] < latest_stop)
     return is_inner
 
 
