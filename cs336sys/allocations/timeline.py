@@ -10,6 +10,7 @@ from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from difflib import SequenceMatcher
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -261,7 +262,7 @@ def thinned(by_category: Mapping[str, Sequence[int]], points: int = 400) -> dict
 class _StepEvents(NamedTuple):
     """A step: allocations (1) and frees (-1) by kind, how many of each kind are older, and the phases."""
 
-    events: Sequence[tuple[int, Allocation]]
+    events: list[tuple[int, Allocation]]
     older: Counter[Allocation]
     phases: Sequence[Region]
 
@@ -293,23 +294,21 @@ def repeated(timelines: Sequence[AllocationTimeline], times: int) -> AllocationT
         the timeline, with ``*`` for numbers of blocks, without recomputations; None unless the third step follows.
     """
     first, second, third = map(_step_events, timelines)
-    insertions = _insertions(first.events, second.events)
-    if insertions is None:
+    differences = SequenceMatcher(None, first.events, second.events, autojunk=False).get_opcodes()
+    if any(kind not in ("equal", "insert") for kind, *_ in differences):
         return None
 
     def with_more_blocks(times: int) -> _StepEvents:
         """Return the first step with ``times`` times what the second has more than it."""
         events: list[tuple[int, Allocation]] = []
-        end = 0
-        for position, inserted in insertions:
-            events += [*first.events[end:position], *(inserted * times)]
-            end = position
+        for kind, first_start, first_end, start, end in differences:
+            events += first.events[first_start:first_end] if kind == "equal" else times * second.events[start:end]
         older = {kind: first.older[kind] + times * (count - first.older[kind]) for kind, count in second.older.items()}
         phases = [
             Region(a.name, a.start + times * (b.start - a.start), a.end + times * (b.end - a.end))
             for a, b in zip(first.phases, second.phases, strict=True)
         ]
-        return _StepEvents([*events, *first.events[end:]], Counter(older), phases)
+        return _StepEvents(events, Counter(older), phases)
 
     if with_more_blocks(2) != third:
         return None
@@ -325,24 +324,3 @@ def repeated(timelines: Sequence[AllocationTimeline], times: int) -> AllocationT
     length = len(step.events)
     allocations += [replace(kind, start=start, end=length + 1) for kind, live in starts.items() for start in live]
     return AllocationTimeline(sorted(allocations, key=lambda a: (a.start, a.end)), length, step.phases)
-
-
-def _insertions(shorter: Sequence, longer: Sequence) -> list[tuple[int, list]] | None:
-    """Return positions in ``shorter`` and what ``longer`` has inserted there; None if they differ otherwise, too."""
-    insertions = []
-    position = shift = 0  # The place in ``shorter``, and how many events ``longer`` has had more until there.
-    while shift < len(longer) - len(shorter):
-        position += _common_length(shorter[position:], longer[position + shift :])
-        start = position + shift
-        # The likeliest end of the insertion is the one after which both are equal the farthest.
-        ends = range(start + 1, start + len(longer) - len(shorter) - shift + 1)
-        end = max(ends, key=lambda end: _common_length(shorter[position:], longer[end:]))
-        insertions.append((position, list(longer[start:end])))
-        shift += end - start
-    return insertions if shorter[position:] == longer[position + shift :] else None
-
-
-def _common_length(events: Sequence, others: Sequence) -> int:
-    """Return how many events two sequences have in common at their beginning."""
-    pairs = enumerate(zip(events, others, strict=False))
-    return next((place for place, (a, b) in pairs if a != b), min(len(events), len(others)))
