@@ -44,16 +44,8 @@ def verdicts(diagnoses: Sequence[MemoryDiagnosis]) -> list[Verdict]:
 
 def _event(diagnosis: MemoryDiagnosis) -> str:
     """Say which allocation failed, where, and which categories held the memory then."""
-    failure = diagnosis.moment.failure
     sizes = sorted(((size, category) for category, size in diagnosis.by_category.items() if size), reverse=True)
-    return say_memory(
-        "event",
-        requested=None if failure is None else failure.size,
-        failed_at=diagnosis.failed_at,
-        has_stacks=diagnosis.moment.record.has_stacks,
-        live_bytes=diagnosis.size,
-        largest=[(category, size) for size, category in sizes[:_MOST_CATEGORIES]],
-    )
+    return say_memory("event", moment=diagnosis.moment, failed_at=diagnosis.failed_at, sizes=sizes[:_MOST_CATEGORIES])
 
 
 # Why there is no cause: the first whose test holds.

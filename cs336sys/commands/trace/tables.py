@@ -5,7 +5,7 @@ The verdict: how much of a step is computing, what the rest waits for, what to t
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -108,7 +108,10 @@ def _facts(analysis: Analysis) -> dict[str, Any]:
     mean_us = 1e3 * sum(sum(kernel.ms) for kernel in kernels) / count if count else 0.0
     # The call that waited longest, and how often it was made: waits are (times, ms) by the call's name.
     call, (calls, _) = max(analysis.waits.items(), key=lambda item: item[1][1], default=("a call", (0, 0.0)))
-    longest_collective = next(iter(_sum_by_name((row.kind, row.ms) for row in analysis.collectives)), "")
+    kinds = dict.fromkeys(row.kind for row in analysis.collectives)
+    longest_collective = max(
+        kinds, key=lambda kind: sum(row.ms for row in analysis.collectives if row.kind == kind), default=""
+    )
     return {
         "count": count / steps,
         "mean_us": mean_us,
@@ -120,25 +123,16 @@ def _facts(analysis: Analysis) -> dict[str, Any]:
     }
 
 
-def _sum_by_name(times_ms: Iterable[tuple[str, float]]) -> Counter[str]:
-    """Add up times by name, as whole ns, which a Counter holds, and order names by their sums, the longest first."""
-    totals_ns: Counter[str] = Counter()
-    for name, ms in times_ms:
-        totals_ns[name] += round(1e6 * ms)
-    return Counter(dict(totals_ns.most_common()))
-
-
 def _kernel_advice(analysis: Analysis) -> str:
     """Suggest what to try where nothing waits, by the largest kind of kernel."""
-    totals_ns = _sum_by_name((kernel.kind, sum(kernel.ms)) for kernel in analysis.kernels)
-    total_ns = totals_ns.total() or 1  # No division by 0 where all kernels are shorter than a ns.
-    shares = {kind: ns / total_ns for kind, ns in totals_ns.items()} or {Category.MATMUL: 0.0}  # Without any kernel.
-    moving = sum(shares.get(kind, 0) for kind in (Category.ELEMENTWISE, Category.REDUCTION, Category.NORMALIZATION))
-    kind, share = next(iter(shares.items()))  # The largest comes first.
+    groups = _group_kernels(analysis, lambda kernel: kernel.kind)  # Of kernels without length nobody knows the share.
+    percents = {kind: times["share_percent"] or 0.0 for kind, _, times in groups} or {Category.MATMUL: 0.0}
+    moving = sum(percents.get(kind, 0) for kind in (Category.ELEMENTWISE, Category.REDUCTION, Category.NORMALIZATION))
+    kind, percent = next(iter(percents.items()))  # The largest comes first.
     # Together they may be the largest, though none of them is; under about a third of the time they are no advice.
-    if moving > max(0.35, shares.get(Category.MATMUL, 0)):
-        kind, share = "moving memory", moving
-    return say_trace("kernels", kind=kind, percent=100 * share)
+    if moving > max(35.0, percents.get(Category.MATMUL, 0)):
+        kind, percent = "moving memory", moving
+    return say_trace("kernels", kind=kind, percent=percent)
 
 
 def rank_sentence(count: int, findings: Sequence[Finding]) -> str:
