@@ -158,7 +158,7 @@ class CpuHistory(AllocationHistory):
         return bisect_left(self._event_times, self._mark_times[mark])
 
 
-class FakeHistory(AllocationHistory, TorchDispatchMode):
+class FakeHistory(TorchDispatchMode, AllocationHistory):
     """History of the storages that operations return, under an active ``FakeTensorMode``: nothing is computed or held.
 
     It sees the results of operations, but not a kernel's own memory.
@@ -178,12 +178,8 @@ class FakeHistory(AllocationHistory, TorchDispatchMode):
         for tensor in live_tensors:
             self._follow(tensor, is_new=False)
 
-    def __enter__(self) -> Self:
-        TorchDispatchMode.__enter__(self)
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        TorchDispatchMode.__exit__(self, *exception)
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
         self._live.clear()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):

@@ -86,17 +86,13 @@ class Cover:
 
 
 class Nested:
-    """Intervals of threads that lie in each other or apart, as calls do.
-
-    Attributes:
-        order: the numbers of the intervals by thread and begin; of those that begin together, the longest first.
-        parent: of each, the number of the one around it; -1 for none.
-    """
+    """Intervals of threads that lie in each other or apart, as calls do."""
 
     def __init__(self, start: Times, stop: Times, thread: Times):
-        self.order = np.lexsort((-stop, start, thread))
         self._start, self._stop, self._thread = start, stop, thread
-        self.parent = np.full(len(start), -1)
+        # Numbers of the intervals by thread and begin; of those that begin together, the longest first.
+        self.order = np.lexsort((-stop, start, thread))
+        self.parent = np.full(len(start), -1)  # Of each, the number of the one around it; -1 for none.
         open_intervals: list[int] = []
         threads, begins, ends = thread.tolist(), start.tolist(), stop.tolist()
         for number in self.order.tolist():

@@ -212,9 +212,9 @@ def plot_shares(measured: Sequence[MeasuredProfile], labels: Sequence[Column], p
     groups: dict[str, list[tuple[str, dict[str, Mapping[str, Any]]]]] = {}  # Bars (name, rows by phase) by size.
     for run in measured:
         name = ", ".join(f"context {run.labels[key]}" if key == "context" else str(run.labels[key]) for key in keys)
-        row_of_phase = {row["phase"]: row for row in _shares(run)}
+        row_of_phase: dict[str, Mapping[str, Any]] = {row["phase"]: row for row in _shares(run)}
         groups.setdefault(str(run.labels.get("size", "")), []).append((name, row_of_phase))
-    rows = [row for bars in groups.values() for _, row_of_phase in bars for row in row_of_phase.values()]
+    rows = [row for bars in groups.values() for _, of_phases in bars for row in of_phases.values()]
     phases = list(dict.fromkeys(row["phase"] for row in rows))
     heights = [len(bars) for bars in groups.values()] or [1]
     figure_size = 2 + 2.1 * len(phases), 0.8 + sum(heights) * _INCHES_PER_BAR + len(heights) * _INCHES_BETWEEN
