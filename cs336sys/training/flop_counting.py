@@ -5,6 +5,7 @@ import functools
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
@@ -65,8 +66,7 @@ def _count_cached(workload: Workload) -> StepCount:
             count.parameters = sum(parameter.numel() for parameter in step.model.parameters())
             count.hidden = user_models.hidden_parameters(step.model)
             count.drops = any(isinstance(part, _DropoutNd) and part.p > 0 for part in step.model.modules())
-            shapes_of_attention = user_models.watched_attention(shape_of_attention)
-            with shapes_of_attention, FlopCounterMode(display=False) as counter:  # AttentionCalls counts attention.
+            with attention_skipped(), FlopCounterMode(display=False) as counter:  # AttentionCalls counts attention.
                 step.forward()
                 if workload.has_backward:
                     step.backward()
@@ -87,15 +87,29 @@ def attention_kept() -> Iterator[None]:
         yield
 
 
-def shape_of_attention(call: user_models.AttentionCall, attention: Callable[..., Tensor]) -> Tensor:
-    """Return a tensor of the shape of attention without any product, with gradients for query, key and value."""
-    key, value = call.key, call.value
-    if call.enable_gqa:
-        group_size = call.query.shape[-3] // key.shape[-3]  # A head for each of the query's.
-        key, value = key.repeat_interleave(group_size, -3), value.repeat_interleave(group_size, -3)
-    # (..., 1, value's columns) and (..., queries, 1) add up to the shape.
-    mean_of_keys = (value + key.mean(-1, keepdim=True)).mean(-2, keepdim=True)
-    return mean_of_keys + call.query.mean(-1, keepdim=True)
+class _SkippedAttention(torch.autograd.Function):
+    """Stands in for attention: makes tensors of the shapes of its result and gradients, without work."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        ctx.save_for_backward(query, key, value)
+        batch = torch.broadcast_shapes(query.shape[:-3], key.shape[:-3])
+        return query.new_empty((*batch, *query.shape[-3:-1], value.shape[-1]))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return tuple(map(torch.empty_like, ctx.saved_tensors))
+
+
+def attention_skipped(calls: list[tuple[int, int, int]] | None = None) -> AbstractContextManager[None]:
+    """Let torch's attention do no work within this; append (heads, queries, head dimension) to ``calls``."""
+
+    def attend(call: user_models.AttentionCall, attention: Callable[..., Tensor]) -> Tensor:
+        if calls is not None:
+            calls.append((call.query.shape[:-2].numel(), *call.query.shape[-2:]))
+        return _SkippedAttention.apply(call.query, call.key, call.value)
+
+    return user_models.watched_attention(attend)
 
 
 _HIDDEN_SCORE = -1e4  # Masks add -inf, the dtype's least value or, in fp16, -1e4 to the score of a hidden pair.

@@ -1,8 +1,6 @@
 """Count a user's model on tensors without values: products by shape, bytes, kernels, and its memory by a dry run."""
 
-import contextlib
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -19,7 +17,7 @@ from cs336sys.run.cells import Outcome, Progress
 from cs336sys.settings.profiling import MemoryWorkload
 from cs336sys.settings.training import Workload
 from cs336sys.training import user_models
-from cs336sys.training.flop_counting import PRODUCTS
+from cs336sys.training.flop_counting import PRODUCTS, attention_skipped
 from cs336sys.training.memory_prediction import predicted_timeline, timeline_peaks
 from cs336sys.training.step import TrainStep
 
@@ -64,19 +62,6 @@ def _moved_bytes(tensor: Tensor) -> int:
     return math.prod(sizes) * tensor.element_size()
 
 
-class _Attention(torch.autograd.Function):
-    """Stands in for attention: makes tensors of the same shapes without work, which follows from the calls."""
-
-    @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        ctx.save_for_backward(query, key, value)
-        return query.new_empty((*query.shape[:-1], value.shape[-1]))
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return tuple(map(torch.empty_like, ctx.saved_tensors))
-
-
 class _RMSNorm(torch.autograd.Function):
     """Stands in for RMSNorm, several operations on a CPU, by one a pass that moves what a GPU's fused kernel moves."""
 
@@ -91,19 +76,8 @@ class _RMSNorm(torch.autograd.Function):
         return gradients[0] + value, None if weight is None else torch.empty_like(weight)
 
 
-@contextlib.contextmanager
-def _as_on_a_gpu(calls: list[tuple[int, int, int]]) -> Iterator[None]:
-    """Let attention and RMS norms be one operation, as on a GPU; append (heads, queries, head dimension) to calls."""
-
-    def attend(query: Tensor, key: Tensor, value: Tensor, *others: Any, **named: Any) -> Tensor:
-        calls.append((query.shape[:-2].numel(), query.shape[-2], query.shape[-1]))
-        return _Attention.apply(query, key, value)
-
-    def normalize(value: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
-        return _RMSNorm.apply(value, weight)
-
-    with mock.patch.object(F, "scaled_dot_product_attention", attend), mock.patch.object(F, "rms_norm", normalize):
-        yield
+def _normalize(value: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
+    return _RMSNorm.apply(value, weight)
 
 
 def count_model(configuration: dict[str, Any], progress: Progress) -> Outcome:
@@ -153,7 +127,7 @@ def _count_step(workload: Workload) -> tuple[list[nn.Parameter], list[tuple[int,
     try:
         with user_models.copied_code(), WithoutValues() as unlaunched:
             step = TrainStep(counted, torch.device("meta"))
-            with _as_on_a_gpu(calls):  # It replaces SDPA, whatever --attention is.
+            with attention_skipped(calls), mock.patch.object(F, "rms_norm", _normalize):
                 with counts["forward"]:
                     step.forward()
                 with counts["backward"]:
