@@ -7,9 +7,7 @@ section 3; the 2026 handout, section 3.2). docs/memprof.md lists the strategies,
 
 from dataclasses import dataclass
 
-from cs336sys.accounting.activations import block_activations
 from cs336sys.accounting.flops import flops_by_component, linear_flops
-from cs336sys.accounting.memory import PeakMemory, SavedBlocks, everything_saved, widest_moments
 from cs336sys.errors import UsageError, choose_from
 from cs336sys.settings.sizes import ModelSize
 
@@ -46,20 +44,27 @@ def group_sizes(checkpointing: str, num_layers: int) -> list[int]:
     return [every] * whole + [rest] * (rest > 0)
 
 
-def checkpointed_moments(
-    size: ModelSize, precision: str, mode: str, attention: str, checkpointing: str
-) -> list[PeakMemory]:
-    """Return the moments of a step with checkpoints that can be its peak; mode ``forward`` has no checkpoints."""
-    at_loss, at_blocks = saved_schedule(checkpointing, size.num_layers)
-    return widest_moments(size, precision, mode, attention, at_loss=at_loss, at_blocks=at_blocks)
+@dataclass(frozen=True)
+class SavedBlocks:
+    """The blocks whose activations exist at a moment of the backward pass.
 
+    Attributes:
+        block: the block that it has reached, from 1; those after it are done.
+        saved: how many blocks have their activations saved: this one and the ones before it.
+        inputs: how many inputs of further blocks (or of their attention or feed-forward layers) are kept alone,
+            ``4 T d`` each, to be computed again.
+        name: of the block, for people.
+        attentions, feed_forwards: how many further blocks have the activations of that layer alone saved.
+        attention_later: the block's own attention is kept as its input until its feed-forward layer is done.
+    """
 
-def predicted_peak(
-    size: ModelSize, precision: str, mode: str, attention: str, checkpointing: str = "none"
-) -> PeakMemory:
-    """Return the moment of a step, with or without checkpoints, at which it holds the most."""
-    moments = checkpointed_moments(size, precision, mode, attention, checkpointing)
-    return max(moments, key=lambda moment: moment.total)
+    block: int
+    saved: int
+    inputs: int = 0
+    name: str = ""
+    attentions: int = 0
+    feed_forwards: int = 0
+    attention_later: bool = False
 
 
 def saved_schedule(checkpointing: str, num_layers: int) -> tuple[SavedBlocks, list[SavedBlocks]]:
@@ -68,7 +73,7 @@ def saved_schedule(checkpointing: str, num_layers: int) -> tuple[SavedBlocks, li
     A checkpoint's own input is also the saved input of its first block, so it is not counted twice.
     """
     if checkpointing == "none":
-        return SavedBlocks(num_layers, saved=num_layers), everything_saved(num_layers)
+        return SavedBlocks(num_layers, saved=num_layers), _first_and_last(num_layers)
     if checkpointing in SUBLAYERS:
         return _sublayer_schedule(SUBLAYERS[checkpointing], num_layers)
     if checkpointing == "nested":
@@ -91,6 +96,11 @@ def saved_schedule(checkpointing: str, num_layers: int) -> tuple[SavedBlocks, li
     return SavedBlocks(num_layers, saved=0, inputs=len(sizes)), at_blocks
 
 
+def _first_and_last(num_layers: int) -> list[SavedBlocks]:
+    """Return the last and the first block: without checkpoints memory changes evenly, so one of them is the widest."""
+    return [SavedBlocks(num_layers, saved=num_layers, name="last block"), SavedBlocks(1, saved=1, name="first block")]
+
+
 def _sublayer_schedule(layers: tuple[str, ...], num_layers: int) -> tuple[SavedBlocks, list[SavedBlocks]]:
     """Return the schedule of checkpoints around these layers of each block; memory changes evenly over the blocks."""
 
@@ -100,7 +110,7 @@ def _sublayer_schedule(layers: tuple[str, ...], num_layers: int) -> tuple[SavedB
         inputs, attention_later = len(layers) * earlier, "attn" in layers  # See SavedBlocks.
         return SavedBlocks(block, saved, inputs, name, attentions, feed_forwards, attention_later=attention_later)
 
-    at_blocks = [schedule(blocks.block, saved=1, name=blocks.name) for blocks in everything_saved(num_layers)]
+    at_blocks = [schedule(blocks.block, saved=1, name=blocks.name) for blocks in _first_and_last(num_layers)]
     return schedule(num_layers, saved=0), at_blocks
 
 
@@ -151,29 +161,3 @@ def _nested_recomputations(num_layers: int) -> int:
         return 1
     left = (num_layers + 1) // 2
     return left + _nested_recomputations(left) + _nested_recomputations(num_layers - left)
-
-
-@dataclass(frozen=True)
-class GroupSize:
-    """The non-nested strategy with the least memory.
-
-    Attributes:
-        best: the ``K`` of ``every=K`` with the lowest predicted peak, the smallest if several have it.
-        rule: ``sqrt(N s / b)``, where ``N s / K + K b`` is least.
-        block_input, block_activations: ``s`` and ``b`` in bytes.
-    """
-
-    best: int
-    rule: float
-    block_input: int
-    block_activations: int
-
-
-def best_group_size(size: ModelSize, precision: str, mode: str, attention: str) -> GroupSize:
-    """Find the group size with the least memory by trying all, and by a formula (2026, gradient_checkpointing (b))."""
-    settings = size, precision, mode, attention
-    peaks = {k: predicted_peak(*settings, f"every={k}").total for k in range(1, size.num_layers + 1)}
-    block_input = 4 * size.stream
-    block = block_activations(size, precision, attention).total
-    rule = (size.num_layers * block_input / block) ** 0.5
-    return GroupSize(min(peaks, key=peaks.__getitem__), rule, block_input, block)

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cs336sys.accounting.activations import LOGITS_CHUNK_BYTES
-from cs336sys.accounting.checkpointing import saved_schedule
+from cs336sys.accounting.checkpointing import SavedBlocks, saved_schedule
 from cs336sys.accounting.flops import count_parameters
-from cs336sys.accounting.memory import PeakMemory, SavedBlocks, always_held_bytes, largest_parameter
+from cs336sys.accounting.memory import PeakMemory, always_held_bytes, largest_parameter
 from cs336sys.settings.choices import PRECISION_RECORDS, StepChoices
 from cs336sys.settings.sizes import ELEMENT_BYTES, ModelSize
 

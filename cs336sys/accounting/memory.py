@@ -10,7 +10,13 @@ precision itself. ``stream`` counts ``T d`` numbers, ``inner`` ``T f``; the batc
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from cs336sys.accounting.activations import attention_activations, feed_forward_activations, saved_activations
+from cs336sys.accounting.activations import (
+    attention_activations,
+    block_activations,
+    feed_forward_activations,
+    saved_activations,
+)
+from cs336sys.accounting.checkpointing import SavedBlocks, saved_schedule
 from cs336sys.accounting.flops import Components, count_parameters
 from cs336sys.settings.choices import ATTENTION, MODES
 from cs336sys.settings.sizes import ELEMENT_BYTES, ModelSize
@@ -76,42 +82,14 @@ def largest_parameter(size: ModelSize) -> int:
     return size.d_model * max(size.d_model, size.d_ff, size.vocab_size)
 
 
-@dataclass(frozen=True)
-class SavedBlocks:
-    """The blocks whose activations exist at a moment of the backward pass.
-
-    Attributes:
-        block: the block that it has reached, from 1; those after it are done.
-        saved: how many blocks have their activations saved: this one and the ones before it.
-        inputs: how many inputs of further blocks (or of their attention or feed-forward layers) are kept alone,
-            ``4 T d`` each, to be computed again.
-        name: of the block, for people.
-        attentions, feed_forwards: how many further blocks have the activations of that layer alone saved.
-        attention_later: the block's own attention is kept as its input until its feed-forward layer is done.
-    """
-
-    block: int
-    saved: int
-    inputs: int = 0
-    name: str = ""
-    attentions: int = 0
-    feed_forwards: int = 0
-    attention_later: bool = False
-
-
-def everything_saved(num_layers: int) -> list[SavedBlocks]:
-    """Return the first and the last block: without checkpoints memory changes evenly, so one of them is the widest."""
-    return [SavedBlocks(num_layers, saved=num_layers, name="last block"), SavedBlocks(1, saved=1, name="first block")]
-
-
 def widest_moments(
     size: ModelSize,
     precision: str,
     mode: str,
     attention: str,
+    checkpointing: str = "none",
     *,
     autocast: bool = True,
-    at_loss: SavedBlocks | None = None,
     at_blocks: Sequence[SavedBlocks] = (),
 ) -> list[PeakMemory]:
     """Return the moments of a step that can be its peak, to compare with ``torch.cuda.max_memory_allocated``.
@@ -124,17 +102,16 @@ def widest_moments(
         precision: ``fp32``, ``bf16`` or ``fp16``.
         mode: ``forward`` (without gradients), ``forward-backward``, or ``train``, which adds AdamW.
         attention: one of :data:`~cs336sys.settings.choices.ATTENTION`.
+        checkpointing: of the backward pass; mode ``forward`` has no checkpoints.
         autocast: half precision is autocast's; False: parameters and gradients are in it, with fp32 master parameters
             if AdamW updates them. These count among the parameters.
-        at_loss, at_blocks: which activations exist when the backward pass starts, and when it is at each block that can
-            be the widest; by default those of all blocks that it has not finished.
+        at_blocks: in place of the blocks at which these checkpoints let a backward pass be the widest.
     """
     if not MODES[mode].has_backward:
         moments = _forward_moments(size, precision, attention, autocast)
     else:
-        at_loss = at_loss or SavedBlocks(size.num_layers, saved=size.num_layers)
-        at_blocks = at_blocks or everything_saved(size.num_layers)
-        moments = _backward_moments(size, precision, attention, autocast, at_loss, at_blocks)
+        at_loss, widest_blocks = saved_schedule(checkpointing, size.num_layers)
+        moments = _backward_moments(size, precision, attention, autocast, at_loss, at_blocks or widest_blocks)
     if MODES[mode].updates_parameters:
         # The batch, and a temporary of the course's AdamW; torch's fused makes none, its foreach one of all parameters.
         temporary_bytes = 16 * size.tokens + 4 * largest_parameter(size)
@@ -147,6 +124,34 @@ def widest_moments(
         PeakMemory(name, parameters, gradient_bytes * gradients, optimizer_state, activations + rotary_table)
         for name, gradients, activations in moments
     ]
+
+
+@dataclass(frozen=True)
+class GroupSize:
+    """The non-nested strategy with the least memory.
+
+    Attributes:
+        best: the ``K`` of ``every=K`` with the lowest predicted peak, the smallest if several have it.
+        rule: ``sqrt(N s / b)``, where ``N s / K + K b`` is least.
+        block_input, block_activations: ``s`` and ``b`` in bytes.
+    """
+
+    best: int
+    rule: float
+    block_input: int
+    block_activations: int
+
+
+def best_group_size(size: ModelSize, precision: str, mode: str, attention: str) -> GroupSize:
+    """Find the group size with the least memory by trying all, and by a formula (2026, gradient_checkpointing (b))."""
+    peaks = {}
+    for blocks in range(1, size.num_layers + 1):
+        moments = widest_moments(size, precision, mode, attention, f"every={blocks}")
+        peaks[blocks] = max(moment.total for moment in moments)
+    block_input = 4 * size.stream
+    block = block_activations(size, precision, attention).total
+    rule = (size.num_layers * block_input / block) ** 0.5
+    return GroupSize(min(peaks, key=peaks.__getitem__), rule, block_input, block)
 
 
 def accumulating(moments: Sequence[PeakMemory], size: ModelSize, precision: str, passes: int) -> list[PeakMemory]:

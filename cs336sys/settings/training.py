@@ -5,11 +5,10 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from cs336sys.accounting.activations import block_activations
-from cs336sys.accounting.checkpointing import checkpointed_moments
 from cs336sys.accounting.flops import count_parameters, model_flops
 from cs336sys.accounting.fused import FusedStep, fused_moments
 from cs336sys.accounting.hardware import model_flops_utilization
-from cs336sys.accounting.memory import PeakMemory
+from cs336sys.accounting.memory import PeakMemory, widest_moments
 from cs336sys.errors import UsageError, choose_from
 from cs336sys.results.model import Samples
 from cs336sys.settings.choices import ATTENTION, COMPILE_MODES, MODES, OPTIMIZERS, STATE_DTYPES, StepChoices
@@ -161,7 +160,7 @@ class Workload(Configured, StepChoices):
         """Return the moments that can be a step's peak, on paper, in eager mode, with a strategy of checkpointing."""
         if self.is_fused:
             return fused_moments(self._fused_step, checkpointing)
-        moments = checkpointed_moments(self.size, self.precision, self.mode, self.attention, checkpointing)
+        moments = widest_moments(self.size, self.precision, self.mode, self.attention, checkpointing)
         state_bytes = ELEMENT_BYTES[self.state_dtype]  # Moments count the optimizer's state in fp32.
         return [
             replace(moment, optimizer_state=moment.optimizer_state * state_bytes // ELEMENT_BYTES["fp32"])

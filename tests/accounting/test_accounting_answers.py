@@ -2,9 +2,11 @@
 
 import pytest
 
-from cs336sys.accounting.checkpointing import best_group_size, parse_checkpointing, predicted_peak
+from cs336sys.accounting.checkpointing import parse_checkpointing
+from cs336sys.accounting.memory import best_group_size
 from cs336sys.errors import UsageError
 from cs336sys.settings.sizes import ModelSize
+from cs336sys.settings.training import Workload
 
 
 def test_strategies_have_one_spelling():
@@ -21,7 +23,8 @@ def test_best_group_is_larger_where_inputs_outweigh_activations():
     """With hardly an inner layer a block saves 11 tensors as large as its input: norms (6), q, k, v, output, heads."""
     size = ModelSize("wide", d_model=64, d_ff=2, num_layers=100, num_heads=1, vocab_size=10, context=64, batch_size=99)
     found = best_group_size(size, "fp32", "forward-backward", "sdpa")
-    peaks = {k: predicted_peak(size, "fp32", "forward-backward", "sdpa", f"every={k}").total for k in range(1, 101)}
+    step = Workload(size, "forward-backward", attention="sdpa")
+    peaks = {k: step.predicted_peak(f"every={k}").total for k in range(1, 101)}
     assert peaks[found.best] == min(peaks.values())
     assert found.rule == pytest.approx((100 / 11) ** 0.5, rel=0.01)
     assert found.best in (2, 3, 4)

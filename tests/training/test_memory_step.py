@@ -10,7 +10,7 @@ import torch.cuda._memory_viz
 from fake_cuda_allocator import DEVICE, AllocateFrom, FakeCudaAllocator
 from torch.utils.flop_counter import FlopCounterMode
 
-from cs336sys.accounting.checkpointing import predicted_peak, recomputed_flops
+from cs336sys.accounting.checkpointing import recomputed_flops
 from cs336sys.accounting.flops import model_flops
 from cs336sys.allocations.timeline import RECOMPUTATION
 from cs336sys.commands.memprof.measure import counted_peaks, measure_memory, record
@@ -89,7 +89,7 @@ def test_predictions_are_what_the_allocator_hands_out(size, attention, precision
     cell = workload(size, checkpointing, mode=mode, precision=precision, attention=attention)
     traced = timeline_peaks(predicted_timeline(cell).timeline)
     peak = max(phase.allocated for phase in traced)
-    predicted = predicted_peak(cell.training.size, precision, mode, attention, checkpointing)
+    predicted = cell.training.predicted_peak(checkpointing)
     assert peak == pytest.approx(predicted.total, rel=0.01)
     if attention == "flash":
         return

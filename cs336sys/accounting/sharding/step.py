@@ -20,10 +20,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from cs336sys.accounting import memory
-from cs336sys.accounting.checkpointing import saved_schedule
+from cs336sys.accounting.checkpointing import SavedBlocks
 from cs336sys.accounting.derivation import Derived, Number, number_of, symbol, why
 from cs336sys.accounting.flops import count_parameters, parameter_shapes
-from cs336sys.accounting.memory import MomentMemory, PeakMemory, SavedBlocks, TrainingState
+from cs336sys.accounting.memory import MomentMemory, PeakMemory, TrainingState
 from cs336sys.accounting.sharding import context, partition
 from cs336sys.accounting.sharding.fsdp import fully_sharded_peak, fully_sharded_state, most_sent_bytes
 from cs336sys.settings.choices import StepChoices
@@ -345,15 +345,15 @@ def rank_moments(step: ShardedStep) -> list[PeakMemory]:
     state, layers = fullest_state(step), step.size.num_layers
     parameters = state.parameters + state.master_parameters
     optimizer_state = state.optimizer_state if step.updates_parameters else 0
-    at_loss, at_blocks = saved_schedule(step.checkpointing, layers)
+    at_blocks = []
     if step.strategy_record.reduces_slices and step.checkpointing == "none":
         # Until buckets are full, a block may leave more gradients than it frees: the widest may be any.
         at_blocks = [SavedBlocks(block, block, name=f"block {block} of {layers}") for block in range(layers, 0, -1)]
     # Ring attention keeps no scores, whatever computes its blocks; all-to-all attention that does has no known peak.
     attention = "flash" if step.strategy_record.splits_sequences else step.attention
-    saved: dict[str, Any] = {"autocast": step.uses_autocast, "at_loss": at_loss, "at_blocks": at_blocks}
+    settings = step.share, step.precision, step.mode, attention, step.checkpointing
     moments = []
-    for moment in memory.widest_moments(step.share, step.precision, step.mode, attention, **saved):
+    for moment in memory.widest_moments(*settings, autocast=step.uses_autocast, at_blocks=at_blocks):
         gradients, buffers = _gradients_and_buffers(step, state, moment)
         activation_bytes = moment.activations + buffers
         moments.append(PeakMemory(moment.moment, parameters, gradients, optimizer_state, activation_bytes))

@@ -17,9 +17,9 @@ of the residual stream on this rank (``n``, or its slice of the sequence), ``d``
 import math
 from dataclasses import dataclass
 
-from cs336sys.accounting.checkpointing import saved_schedule
+from cs336sys.accounting.checkpointing import SavedBlocks, saved_schedule
 from cs336sys.accounting.flops import parameter_shapes
-from cs336sys.accounting.memory import PeakMemory, SavedBlocks, TrainingState
+from cs336sys.accounting.memory import PeakMemory, TrainingState
 from cs336sys.accounting.sharding.fsdp import StepCommunication, most_sent_bytes
 from cs336sys.accounting.sharding.partition import cut_dimension, own_part, own_rows
 from cs336sys.settings.choices import ATTENTION

@@ -7,10 +7,10 @@ Eager steps, fused ones and shared states have formulas of their own (:mod:`cs33
 import math
 from dataclasses import replace
 
-from cs336sys.accounting.checkpointing import kept_blocks, saved_schedule
+from cs336sys.accounting.checkpointing import SavedBlocks, kept_blocks, saved_schedule
 from cs336sys.accounting.flops import count_parameters, parameter_shapes
 from cs336sys.accounting.fused import FusedStep
-from cs336sys.accounting.memory import PeakMemory, SavedBlocks, always_held_bytes, largest_parameter
+from cs336sys.accounting.memory import PeakMemory, always_held_bytes, largest_parameter
 from cs336sys.accounting.sharding.fsdp import fully_sharded_peak
 from cs336sys.accounting.sharding.selective_checkpointing import KeptStep, kept_moments
 from cs336sys.accounting.sharding.step import ShardedStep, fullest_state, rank_moments

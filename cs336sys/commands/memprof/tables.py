@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from cs336sys.accounting.checkpointing import SUBLAYERS, best_group_size, predicted_peak, recomputed_flops
+from cs336sys.accounting.checkpointing import SUBLAYERS, recomputed_flops
 from cs336sys.accounting.flops import count_parameters, model_flops
-from cs336sys.accounting.memory import GIB
+from cs336sys.accounting.memory import GIB, best_group_size
 from cs336sys.allocations.diagnosis import MemoryDiagnosis
 from cs336sys.allocations.timeline import MEMORY_CATEGORIES
 from cs336sys.capture.range_names import STEP_PHASES
@@ -94,11 +94,10 @@ def predicted_strategies_table(workloads: Sequence[MemoryWorkload]) -> Table:
 
 def best_strategy(training: Workload) -> str:
     """Say which strategy without nesting is predicted to hold the least, by trying all and by the formula."""
-    size = training.size
-    settings = (size, training.precision, training.mode, training.attention)
-    optimum = best_group_size(*settings)
+    plain = Workload(training.size, training.mode, training.precision, attention=training.attention)
+    optimum = best_group_size(plain.size, plain.precision, plain.mode, plain.attention)
     groups = "block" if optimum.best == 1 else f"every={optimum.best}"
-    groups_gib, sublayers_gib = (predicted_peak(*settings, strategy).total_gib for strategy in (groups, "sublayer"))
+    groups_gib, sublayers_gib = (plain.predicted_peak(strategy).total_gib for strategy in (groups, "sublayer"))
     best = "sublayer" if sublayers_gib < groups_gib else groups
     facts = {"training": training, "optimum": optimum, "groups_gib": groups_gib, "sublayers_gib": sublayers_gib}
     return say_memory("best strategy", best=best, **facts)

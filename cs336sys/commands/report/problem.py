@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from cs336sys.accounting.checkpointing import predicted_peak
 from cs336sys.accounting.flops import model_flops
 from cs336sys.settings.choices import MODES
 from cs336sys.settings.sizes import choose_size
+from cs336sys.settings.training import Workload
 
 # As measured on a machine with one H200 and on one with two CPU cores: a worker imports torch and starts CUDA; a cell
 # builds its model; torch.compile compiles a size.
@@ -100,7 +100,7 @@ def arithmetic(line: str) -> Commands:
 
 def plain_peak_gib(size: str, context: int, precision: str = "fp32", mode: str = "train") -> float:
     """Predict the memory of a plain step, in GiB."""
-    return predicted_peak(choose_size(size, context=context), precision, mode, "reference").total_gib
+    return Workload(choose_size(size, context=context), mode, precision).predicted_peak().total_gib
 
 
 def training_sweep(

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from cs336sys.accounting.checkpointing import best_group_size
+from cs336sys.accounting.memory import best_group_size
 from cs336sys.accounting.one_device import checkpointing_answers, tensor_answers
 from cs336sys.commands.report.answer import Answer, Settings, facts_of, longest, measured, where
 from cs336sys.commands.report.evidence import PLAIN, PLAIN_OF_ANY_MODE, Selection, cells_of, joined_selection
