@@ -127,13 +127,14 @@ def _on_gradient(value: Any, action: Callable[[], None]) -> None:
 def _annotated_attention(marks: Marks) -> Iterator[None]:
     """Replace attention of ``cs336_basics`` and torch, and the softmax that the first calls."""
     module = cs336_basics.model
-    ranges = _AttentionRanges(marks, module.scaled_dot_product_attention, getattr(module, "softmax", None))
+    ranges = _AttentionRanges(marks, getattr(module, "softmax", None))
+    shows_parts = hasattr(module, "softmax") and _calls_softmax(module.scaled_dot_product_attention)
     with contextlib.ExitStack() as replacements:
-        if ranges.show_parts:
+        if shows_parts:
             replacements.enter_context(mock.patch.object(module, "softmax", ranges.softmax))
-        replacements.enter_context(mock.patch.object(module, "scaled_dot_product_attention", ranges.attention))
-        torch_ranges = _AttentionRanges(marks, F.scaled_dot_product_attention, softmax=None, outer=ranges)
-        replacements.enter_context(mock.patch.object(F, "scaled_dot_product_attention", torch_ranges.attention))
+        for owner, shows_its_parts in ((module, shows_parts), (F, False)):
+            attend = functools.partial(ranges.attend, owner.scaled_dot_product_attention, shows_its_parts)
+            replacements.enter_context(mock.patch.object(owner, "scaled_dot_product_attention", attend))
         yield
 
 
@@ -141,36 +142,25 @@ class _AttentionRanges:
     """Stands in for the model's attention and for the softmax that it calls: what lies before, in and after it.
 
     Nothing of the attention is written down a second time, so what is profiled is what ``bench`` times.
-
-    Args:
-        softmax: the function that the attention may call; None for one whose parts are not shown.
-        outer: another attention, which may call this one: then its range shows both.
     """
 
-    def __init__(
-        self,
-        marks: Marks,
-        attention: Callable[..., Tensor],
-        softmax: Callable[..., Tensor] | None,
-        outer: "_AttentionRanges | None" = None,
-    ):
-        self._marks, self._attention, self._softmax, self._outer = marks, attention, softmax, outer
-        self._is_open = False  # Whether its range is open: an attention whose ``outer`` it is looks at this.
+    def __init__(self, marks: Marks, softmax: Callable[..., Tensor] | None):
+        self._marks, self._softmax = marks, softmax
+        self._is_open = False  # Whether the range of an attention is open, which may call another one.
         # The range of the part of attention that runs now, where parts are shown.
         self._part: contextlib.ExitStack | None = None
-        self.show_parts = softmax is not None and _calls_softmax(attention)
 
-    def attention(self, *args: Any, **kwargs: Any) -> Tensor:
+    def attend(self, attention: Callable[..., Tensor], shows_parts: bool, *args: Any, **kwargs: Any) -> Tensor:
         """Call the attention within its range, and what comes before its softmax within that of the scores."""
-        if self._outer is not None and self._outer._is_open:  # That one's range shows this call, too.
-            return self._attention(*args, **kwargs)
+        if self._is_open:  # The range of the attention that calls this one shows both.
+            return attention(*args, **kwargs)
         with self._marks.range(ATTENTION_RANGE), contextlib.ExitStack() as part:
             self._is_open = True
-            if self.show_parts:
+            if shows_parts:
                 part.enter_context(self._marks.range(SCORES))
                 self._part = part
             try:
-                return self._attention(*args, **kwargs)
+                return attention(*args, **kwargs)
             finally:
                 self._is_open, self._part = False, None
 
