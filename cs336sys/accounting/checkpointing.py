@@ -132,6 +132,10 @@ def recomputed_flops(size: ModelSize, checkpointing: str, *, causal: bool = True
     """
     if checkpointing == "none":
         return 0
+    kept = kept_blocks(checkpointing)
+    if kept is not None:  # Gate and up of the other blocks.
+        product = linear_flops(size.tokens, size.d_model, size.d_ff, backward=False)
+        return 2 * (size.num_layers - kept) * product
     counts = flops_by_component(size, backward=False, causal=causal)
     if checkpointing in SUBLAYERS:
         output_projection = linear_flops(size.tokens, size.d_model, size.d_model, backward=False)

@@ -94,13 +94,13 @@ def simulate(mesh, accumulation=1, checkpointing="none", dtypes=("bf16", "bf16",
     return {**simulated.parts_s, "bytes": simulated.memory, "FLOP/s": simulation.flops_per_s(simulated)}
 
 
-def kept(precision="bf16", ranks=2, **settings):
-    return selective_checkpointing.KeptStep("fsdp", HAND, ranks, precision, "flash", **settings)
+def kept(precision="bf16", ranks=2, blocks=0, **settings):
+    return step.ShardedStep("fsdp", HAND, ranks, precision, "flash", f"keep={blocks}", **settings)
 
 
 def fields_of_kept(step):
     """Return what a step keeps, and what that depends on."""
-    names = ("size", "world_size", "precision", "state_dtype", "blocks", "prefetch", "keep_gathered")
+    names = ("size", "world_size", "precision", "state_dtype", "kept_blocks", "prefetch", "keep_gathered")
     return tuple(getattr(step, name) for name in names)
 
 

@@ -8,7 +8,7 @@ from cs336sys.accounting.memory import always_held_bytes
 from cs336sys.accounting.sharding import step as sharded
 from cs336sys.accounting.sharding.context import attention_sent_bytes
 from cs336sys.accounting.sharding.fsdp import fully_sharded_state, most_sent_bytes
-from cs336sys.accounting.sharding.selective_checkpointing import kept_memory, kept_step
+from cs336sys.accounting.sharding.selective_checkpointing import kept_memory
 from cs336sys.accounting.sharding.tensor import TensorStep, tensor_moments
 from cs336sys.results.model import Cell
 from cs336sys.settings.parallel import ParallelWorkload
@@ -53,9 +53,9 @@ def predicted_rank_memory(workload: ParallelWorkload) -> list[sharded.RankMemory
     if workload.strategy_record.splits_sequences and workload.strategy_record.outer:  # As in fsdp+context-ring.
         state = fully_sharded_state(workload.training.size, rank=0, world_size=workload.world_size)
         return sharded.memory_of_state(state, always_held_bytes(workload.share_size))
-    if workload.has_own_block_backward:
-        return kept_memory(kept_step(workload))
     step = sharded.sharded_step(workload)
+    if workload.has_own_block_backward:
+        return kept_memory(step)
     if kept_blocks(workload.checkpointing) is None:
         return sharded.predicted_memory(step)
     # How much torch's selective checkpoints hold at once is torch's own affair.

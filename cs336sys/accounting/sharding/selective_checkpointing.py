@@ -11,44 +11,27 @@ Letters as in ``accounting.activations``; ``e`` is 2 in half precision.
 
 from bisect import bisect_right
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate
 
 from cs336sys.accounting.activations import LOGITS_CHUNK_BYTES
-from cs336sys.accounting.checkpointing import kept_blocks, recomputed_flops
-from cs336sys.accounting.flops import attention_flops, linear_flops, model_flops
+from cs336sys.accounting.checkpointing import recomputed_flops
+from cs336sys.accounting.flops import attention_flops, model_flops
 from cs336sys.accounting.memory import GIB, PeakMemory, TrainingState, always_held_bytes
 from cs336sys.accounting.sharding.fsdp import STATE_BYTES, gathered_bytes
-from cs336sys.accounting.sharding.step import RankMemory, ShardedStep, fullest_state, memory_of_state, sharded_step
+from cs336sys.accounting.sharding.step import RankMemory, ShardedStep, fullest_state, memory_of_state
 from cs336sys.errors import UsageError
 from cs336sys.settings.parallel import ParallelWorkload
 
 
-@dataclass(frozen=True)
-class KeptStep(ShardedStep):
-    """A step of ``fsdp`` with fused kernels and a loss without logits, of which the last ``blocks`` keep gate and up.
-
-    Raises:
-        UsageError: the ranks do not divide the batch, or the model has not so many blocks.
-    """
-
-    blocks: int = 0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for option, count in (("keep=", self.blocks), ("--keep-gathered ", self.keep_gathered)):
-            if not 0 <= count <= self.size.num_layers:
-                raise UsageError(f"{option}{count}: the model has {self.size.num_layers} blocks")
-
-
-def kept_block_bytes(step: KeptStep, *, gate_and_up: bool) -> int:
+def kept_block_bytes(step: ShardedStep, *, gate_and_up: bool) -> int:
     """Return the bytes that a block keeps: ``6 e T d``, the logsumexp, both norms' factors, and maybe ``2 e T f``."""
     e, tokens, size = step.computed_bytes, step.share.tokens, step.size
     always = 6 * e * tokens * size.d_model + 4 * tokens * size.num_heads + 2 * 4 * tokens
     return always + (2 * e * tokens * size.d_ff if gate_and_up else 0)
 
 
-def kept_moments(step: KeptStep) -> list[PeakMemory]:
+def kept_moments(step: ShardedStep) -> list[PeakMemory]:
     """Return the moments that can be the peak of a later step; buffers of communication count as activations.
 
     - Loss: everything kept; the input, output and output's gradient of the last norm; the LM head's weight, its
@@ -63,7 +46,7 @@ def kept_moments(step: KeptStep) -> list[PeakMemory]:
     layers, stream, inner = size.num_layers, e * tokens * size.d_model, e * tokens * size.d_ff
     always = always_held_bytes(size)
     parameters, optimizer_state = state.parameters + state.master_parameters, state.optimizer_state
-    first_keeping = layers - step.blocks
+    first_keeping = layers - step.kept_blocks
     # Bytes that all blocks before each keep, and of all units before each when they are gathered. Unit 0 is the
     # embedding, unit ``block + 1`` a block, the last one the LM head.
     kept = [0, *accumulate(kept_block_bytes(step, gate_and_up=block >= first_keeping) for block in range(layers))]
@@ -92,12 +75,12 @@ def kept_moments(step: KeptStep) -> list[PeakMemory]:
     return moments
 
 
-def kept_peak(step: KeptStep) -> PeakMemory:
+def kept_peak(step: ShardedStep) -> PeakMemory:
     """Return the widest of :func:`kept_moments`."""
     return max(kept_moments(step), key=lambda moment: moment.total)
 
 
-def kept_memory(step: KeptStep) -> list[RankMemory]:
+def kept_memory(step: ShardedStep) -> list[RankMemory]:
     """Return what the first rank holds at each of :data:`~cs336sys.accounting.sharding.step.MOMENTS`."""
     state, peak = fullest_state(step), kept_peak(step)
     # Master weights, or their lower bits, are state of the optimizer.
@@ -112,13 +95,12 @@ def _most_within(peak: Callable[[int], int], highest: int, limit_bytes: float) -
     return bisect_right(range(highest + 1), limit_bytes, key=peak) - 1 if peak(0) <= limit_bytes else None
 
 
-def flops_again(step: KeptStep) -> int:
-    """Count the FLOPs of all ranks together that a step spends on gate and up a second time."""
-    product = linear_flops(step.size.tokens, step.size.d_model, step.size.d_ff, backward=False)
-    return 2 * (step.size.num_layers - step.blocks) * product
+def _keeping(step: ShardedStep, blocks: int) -> ShardedStep:
+    """Return the step in which so many blocks keep gate and up."""
+    return replace(step, checkpointing=f"keep={blocks}")
 
 
-def choose_kept_blocks(step: KeptStep, limit_bytes: float, *, keeps_gathered: bool) -> KeptStep:
+def choose_kept_blocks(step: ShardedStep, limit_bytes: float, *, keeps_gathered: bool) -> ShardedStep:
     """Return the step in which most blocks keep gate and up, and whose predicted peak is within the limit.
 
     Args:
@@ -126,24 +108,19 @@ def choose_kept_blocks(step: KeptStep, limit_bytes: float, *, keeps_gathered: bo
             same memory then saves an all-gather, less than two products). False: as many stay as the step says.
     """
     layers = step.size.num_layers
-    blocks = _most_within(lambda count: kept_peak(replace(step, blocks=count)).total, layers, limit_bytes)
+    blocks = _most_within(lambda count: kept_peak(_keeping(step, count)).total, layers, limit_bytes)
     if blocks is None:
-        need = kept_peak(replace(step, blocks=0)).total_gib
+        need = kept_peak(_keeping(step, 0)).total_gib
         raise UsageError(
             f"--memory-limit {limit_bytes / GIB:.4g}GiB: a rank needs {need:.1f} GiB even if no block keeps gate "
             f"and up (state in {step.state_dtype}, {step.world_size} ranks); choose more ranks or a smaller state"
         )
-    chosen = replace(step, blocks=blocks)
+    chosen = _keeping(step, blocks)
     if not keeps_gathered or blocks < layers:
         return chosen
     staying = _most_within(lambda count: kept_peak(replace(chosen, keep_gathered=count)).total, layers, limit_bytes)
     assert staying is not None, "with none that stay it is the step that fits"
     return replace(chosen, keep_gathered=staying)
-
-
-def kept_step(workload: ParallelWorkload) -> KeptStep:
-    """Describe a step whose blocks choose what to keep; any other as if none kept gate and up."""
-    return KeptStep(**vars(sharded_step(workload)), blocks=kept_blocks(workload.checkpointing) or 0)
 
 
 def computed_flops(workload: ParallelWorkload) -> int:
@@ -153,8 +130,4 @@ def computed_flops(workload: ParallelWorkload) -> int:
         shape = size.batch_size, size.num_heads, size.context, size.context, size.head_dim
         # One of the forward pass's two products.
         score_flops = size.num_layers * attention_flops(*shape, causal=True, backward=False) // 2
-    if kept_blocks(workload.checkpointing) is None:
-        checkpoint_flops = recomputed_flops(size, workload.checkpointing)
-    else:
-        checkpoint_flops = flops_again(kept_step(workload))
-    return model_flops(size) + score_flops + checkpoint_flops
+    return model_flops(size) + score_flops + recomputed_flops(size, workload.checkpointing)

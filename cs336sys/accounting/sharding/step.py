@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from cs336sys.accounting import memory
-from cs336sys.accounting.checkpointing import SavedBlocks
+from cs336sys.accounting.checkpointing import SavedBlocks, kept_blocks
 from cs336sys.accounting.derivation import Derived, Number, number_of, symbol, why
 from cs336sys.accounting.flops import count_parameters, parameter_shapes
 from cs336sys.accounting.memory import MomentMemory, PeakMemory, TrainingState
@@ -218,6 +218,11 @@ class ShardedStep(StepChoices, HasStrategy):
             longest_slice = max(context.split_of(self.strategy, self.size, self.world_size).lengths)
             return replace(self.size, context=longest_slice)
         return replace(self.size, batch_size=self.size.batch_size // self.world_size)
+
+    @property
+    def kept_blocks(self) -> int:
+        """Return how many blocks, the last ones, keep gate and up: the ``N`` of ``keep=N``."""
+        return kept_blocks(self.checkpointing) or 0
 
     @property
     def uses_autocast(self) -> bool:

@@ -12,7 +12,7 @@ from cs336sys.accounting.flops import count_parameters, parameter_shapes
 from cs336sys.accounting.fused import FusedStep
 from cs336sys.accounting.memory import PeakMemory, always_held_bytes, largest_parameter
 from cs336sys.accounting.sharding.fsdp import fully_sharded_peak
-from cs336sys.accounting.sharding.selective_checkpointing import KeptStep, kept_moments
+from cs336sys.accounting.sharding.selective_checkpointing import kept_moments
 from cs336sys.accounting.sharding.step import ShardedStep, fullest_state, rank_moments
 from cs336sys.accounting.step_time.prediction import StepConfiguration
 from cs336sys.settings.sizes import ELEMENT_BYTES, ModelSize
@@ -88,17 +88,15 @@ def step_moments(configuration: StepConfiguration) -> list[PeakMemory]:
     ranks = configuration.world_size
     strategy = configuration.strategy if ranks > 1 else None
     whole = replace(training.size, batch_size=training.size.batch_size * ranks)
-    blocks = kept_blocks(checkpointing)
-    if blocks is not None:
-        step = KeptStep("fsdp", whole, ranks, training.precision, training.attention, state_dtype=training.state_dtype)
-        return kept_moments(replace(step, blocks=blocks))  # They count the other ranks' parts of the batch already.
+    settings = training.precision, training.attention, checkpointing
+    if kept_blocks(checkpointing) is not None:  # These moments count the other ranks' parts of the batch already.
+        return kept_moments(ShardedStep("fsdp", whole, ranks, *settings, state_dtype=training.state_dtype))
     record, is_eager = configuration.strategy_record, not (training.is_compiled or training.is_fused)
     gathered = record.gathers_ahead and ranks > 1
     # Fused blocks whose weights are gathered have no copies of them, and save what compiled ones do.
     if training.is_compiled or (gathered and training.is_fused):
         moments = _compiled_moments(training, checkpointing, gathers_weights=gathered)
     elif is_eager and strategy is not None:
-        settings = training.precision, training.attention, checkpointing
         moments = rank_moments(ShardedStep(strategy, whole, ranks, *settings))
     else:
         moments = training.widest_moments(checkpointing)

@@ -11,7 +11,8 @@ import typer
 import cs336sys.run.ranks as across_ranks
 from cs336sys.accounting.memory import GIB
 from cs336sys.accounting.sharding.partition import read_mesh, strategy_of_mesh
-from cs336sys.accounting.sharding.selective_checkpointing import choose_kept_blocks, kept_peak, kept_step
+from cs336sys.accounting.sharding.selective_checkpointing import choose_kept_blocks, kept_peak
+from cs336sys.accounting.sharding.step import sharded_step
 from cs336sys.command_line.faults import say
 from cs336sys.command_line.options import training as options
 from cs336sys.command_line.options.output import OutputOptions, SweepOptions
@@ -138,11 +139,11 @@ def choose_by_memory(workload: ParallelWorkload, limit_bytes: float, *, chooses_
     """
     if not workload.has_own_block_backward:
         raise UsageError(*sentences(__name__, "not_automatic"))
-    step = choose_kept_blocks(kept_step(workload), limit_bytes, keeps_gathered=chooses_gathered)
+    step = choose_kept_blocks(sharded_step(workload), limit_bytes, keeps_gathered=chooses_gathered)
     if is_first_rank():  # torchrun starts this command on every rank.
         facts = {"ranks": workload.world_size, "peak": kept_peak(step), "limit_gib": limit_bytes / GIB}
         say(*sentences(__name__, "chosen", step=step, **facts))
-    return replace(workload, checkpointing=f"keep={step.blocks}", keep_gathered=step.keep_gathered)
+    return replace(workload, checkpointing=step.checkpointing, keep_gathered=step.keep_gathered)
 
 
 def with_chosen_options(

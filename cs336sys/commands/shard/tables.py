@@ -11,8 +11,8 @@ from typing import Any
 
 from cs336sys.accounting.memory import GIB
 from cs336sys.accounting.sharding.cells import memory_of, predicted_rank_memory, sharding_sent_bytes
-from cs336sys.accounting.sharding.selective_checkpointing import kept_peak, kept_step
-from cs336sys.accounting.sharding.step import MOMENTS, RankMemory
+from cs336sys.accounting.sharding.selective_checkpointing import kept_peak
+from cs336sys.accounting.sharding.step import MOMENTS, RankMemory, sharded_step
 from cs336sys.commands.rank_training import tables as of_steps
 from cs336sys.results.model import Cell, Run, configuration_key
 from cs336sys.results.statistics import ratio
@@ -256,7 +256,7 @@ def _board_row(cell: Cell) -> dict[str, Any]:
     row |= {f"{name}_ms": samples for name, samples in cell.samples.items()}
     if cell.status == "ok":
         # Formulas are of blocks with a backward pass of their own, not of torch's selective checkpoints.
-        predicted_gib = kept_peak(kept_step(workload)).total_gib if workload.has_own_block_backward else None
+        predicted_gib = kept_peak(sharded_step(workload)).total_gib if workload.has_own_block_backward else None
         row |= {"median_ms": cell.samples["wall"].median, "predicted_gib": predicted_gib}
         row["peaks"] = ", ".join(f"{peak:.1f}" for peak in cell.derived["peaks_gib"] if peak is not None) or None
     # Shares and losses have tables of their own; reserved memory is in the file alone.

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cs336sys.accounting.sharding.selective_checkpointing import KeptStep, flops_again
+from cs336sys.accounting.checkpointing import recomputed_flops
 from cs336sys.commands.rank_training import measure as measurement
 from cs336sys.commands.rank_training.gradient_check import check_gradients, with_few_blocks
 from cs336sys.settings.parallel import ParallelWorkload
@@ -106,4 +106,4 @@ def test_gate_and_up_alone_are_computed_again(compiles):
             torch.testing.assert_close(gradient, expected)
         if compiles:
             assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2, "one for each kind of block"
-        assert trained_flops - flops == flops_again(KeptStep("fsdp", EVEN, 1, "fp32", "flash", blocks=blocks))
+        assert trained_flops - flops == recomputed_flops(EVEN, f"keep={blocks}")

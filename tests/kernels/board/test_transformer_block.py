@@ -7,7 +7,8 @@ import torch
 from cs336_basics.model import BasicsTransformerLM
 from torch import nn
 
-from cs336sys.accounting.sharding.selective_checkpointing import KeptStep, kept_block_bytes
+from cs336sys.accounting.sharding.selective_checkpointing import kept_block_bytes
+from cs336sys.accounting.sharding.step import ShardedStep
 from cs336sys.board.transformer_block import BlockSettings, choose_kept, transformer_block
 from cs336sys.errors import UsageError
 from cs336sys.kernels.fuse import fuse
@@ -61,7 +62,7 @@ def test_whatever_is_kept_results_are_the_same(model):
         output, gradients, kept_bytes = trained(chosen)
         torch.testing.assert_close(output, expected)
         torch.testing.assert_close(gradients, expected_gradients, rtol=1e-4, atol=1e-5)
-        step = KeptStep("fsdp", SIZE, 1, "fp32", "flash", blocks=blocks)
+        step = ShardedStep("fsdp", SIZE, 1, "fp32", "flash", f"keep={blocks}")
         blocks_bytes = [kept_block_bytes(step, gate_and_up=block >= 2 - blocks) for block in range(2)]
         assert kept_bytes == sum(blocks_bytes)
         first = first or (output, gradients)
