@@ -243,8 +243,15 @@ def mark_share(module: nn.Module, kind: str, group: dist.ProcessGroup) -> None:
         require_share(metadata.get(kind, share), group)
         for name, parameter in module._parameters.items():
             value = state_dict.get(prefix + name)
-            if parameter is not None and is_slice(parameter) and _is_dtensor(value):
-                shape, dimension = whole_of(parameter) or ((), 0)  # No DTensor of a slice has the shape ().
+            if parameter is None or not is_slice(parameter):
+                continue
+            shape, dimension = whole_of(parameter) or ((), 0)  # No DTensor of a slice has the shape ().
+            if not _is_dtensor(value) and parameter.shape != getattr(value, "shape", None) == shape:
+                raise UsageError(
+                    f"{prefix}{name} is whole, of shape {shape}, and {kind} has slices of it: load the state dict of a "
+                    "plain module before you wrap it"
+                )
+            if _is_dtensor(value):
                 is_cut_alike = [placement.is_shard(dimension) for placement in value.placements] == [True]
                 if tuple(value.shape) != shape or not is_cut_alike:
                     raise UsageError(

@@ -122,6 +122,7 @@ def clip_over_ranks(
         UsageError: ``norm_type`` is not positive.
         RuntimeError: with ``error_if_nonfinite``, if the norm is not finite: on every rank, before anything was scaled.
     """
+    norm_type = float(norm_type)  # As torch, which takes "inf".
     if not norm_type > 0:
         raise UsageError(f"norm_type {norm_type}: must be positive, or inf")
     norm = _norm(slices, norm_type)  # The norm of all gradients is the norm of the norms of their parts.
