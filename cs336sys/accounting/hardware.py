@@ -1,6 +1,7 @@
 """Rates of GPUs: datasheets, and what one was measured to reach (``doctor --ceilings``)."""
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -186,9 +187,11 @@ class Ceilings:
     def from_json(cls, values: Mapping[str, Any]) -> Self:
         """Build them from what :meth:`to_json` returned; a ValueError or TypeError for anything else."""
         ceilings = cls(**values)
-        # A missing link has no rate to check. Predictions scale by the rates in fp32 and bf16.
-        rates = (*ceilings.tflops.values(), ceilings.copy_gbps, ceilings.launch_us, ceilings.link_gbps or 1)
-        if not isinstance(ceilings.gpu, str) or not {"fp32", "bf16"} <= ceilings.tflops.keys() or min(rates) <= 0:
+        # A missing link has no rate to check. Predictions scale by the rates in fp32 and bf16. JSON may hold NaN.
+        link_gbps = 1.0 if ceilings.link_gbps is None else ceilings.link_gbps
+        are_rates = (0 < rate < math.inf for rate in (*ceilings.tflops.values(), ceilings.copy_gbps, link_gbps))
+        is_named = isinstance(ceilings.gpu, str) and ceilings.gpu and {"fp32", "bf16"} <= ceilings.tflops.keys()
+        if not (is_named and 0 < ceilings.launch_us < math.inf and all(are_rates)):
             raise ValueError(values)
         return ceilings
 

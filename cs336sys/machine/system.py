@@ -173,9 +173,8 @@ class Capacity:
 
 def capacity(device: str) -> Capacity | None:
     """Return the memory of ``--device`` (``auto``: the first visible GPU, or else this machine); None if unknown."""
-    gpu = gpu_capacity(device)
-    if gpu is not None or device == "cuda":
-        return gpu
+    if device == "cuda" or gpu_name(device) is not None:
+        return gpu_capacity(device)
     total, _ = memory_gib()
     return None if total is None else Capacity(cpu_model() or "this CPU", total)
 
@@ -186,6 +185,14 @@ def gpu_capacity(device: str) -> Capacity | None:
     if not gpus or gpus[0].memory_total_gib is None:
         return None
     return Capacity(gpus[0].name, gpus[0].memory_total_gib, is_gpu=True)
+
+
+def gpu_name(device: str) -> str | None:
+    """Return the name of the first visible GPU, whether or not it tells its memory; None without one, or on the CPU."""
+    gpus = [] if device == "cpu" else read_gpus()
+    if gpus and os.environ.get("CUDA_VISIBLE_DEVICES", "").startswith("MIG-"):
+        return f"{gpus[0].name} MIG"  # So begins torch's name of a slice; the whole GPU's figures are not its.
+    return next((gpu.name for gpu in visible_gpus(gpus)), None)
 
 
 def visible_gpus(gpus: Sequence[GpuState]) -> list[GpuState]:

@@ -76,6 +76,8 @@ def bucket_rule(bucket_size: float | str | None) -> BucketRule:
 def cap_in_bytes(bucket_size_mb: float | str | None) -> float | None:
     """Convert a bucket size in megabytes (1e6 bytes) to a cap in bytes; None stays None: no cap."""
     check_bucket_size(bucket_size_mb)
+    if isinstance(bucket_size_mb, str):
+        raise UsageError(f"bucket size '{bucket_size_mb}': choose megabytes, or None for one bucket")
     return None if bucket_size_mb is None else float(bucket_size_mb) * 1e6
 
 

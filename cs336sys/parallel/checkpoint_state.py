@@ -242,17 +242,8 @@ def mark_share(module: nn.Module, kind: str, group: dist.ProcessGroup) -> None:
         # A state dict without this metadata does not say whose slices it has, and passes.
         require_share(metadata.get(kind, share), group)
         for name, parameter in module._parameters.items():
-            value = state_dict.get(prefix + name)
-            if parameter is not None and is_slice(parameter) and _is_dtensor(value):
-                shape, dimension = whole_of(parameter) or ((), 0)  # No DTensor of a slice has the shape ().
-                is_cut_alike = [placement.is_shard(dimension) for placement in value.placements] == [True]
-                if tuple(value.shape) != shape or not is_cut_alike:
-                    raise UsageError(
-                        f"{prefix}{name} is a DTensor of shape {tuple(value.shape)} and placements {value.placements}: "
-                        f"{kind} has a slice of shape {shape} along dimension {dimension}"
-                    )
-                require_share(_rank_of_slice(value), group)
-                state_dict[prefix + name] = value.to_local()
+            if parameter is not None and is_slice(parameter) and (key := prefix + name) in state_dict:
+                state_dict[key] = _slice_in(state_dict[key], key, parameter, kind, group)
 
     # torch.distributed.checkpoint.state_dict calls this attribute where a module has it. Else it would save an
     # optimizer's state, which is no DTensors, from one rank, as if all ranks had the same.
@@ -263,6 +254,26 @@ def mark_share(module: nn.Module, kind: str, group: dist.ProcessGroup) -> None:
             part.__dict__["_has_slices_of"].add(kind)
             part.register_state_dict_post_hook(write)
             part.register_load_state_dict_pre_hook(read)
+
+
+def _slice_in(value: Any, name: str, parameter: nn.Parameter, kind: str, group: dist.ProcessGroup) -> Any:
+    """Return this rank's memory of a DTensor, and any other value itself; refuse what cannot be the slice."""
+    shape, dimension = whole_of(parameter) or ((), 0)  # No slice has the shape ().
+    if not _is_dtensor(value):
+        if parameter.shape != getattr(value, "shape", None) == shape:
+            raise UsageError(
+                f"{name} is whole, of shape {shape}, and {kind} has slices of it: load the state dict of a plain "
+                "module before you wrap it"
+            )
+        return value
+    is_cut_alike = [placement.is_shard(dimension) for placement in value.placements] == [True]
+    if tuple(value.shape) != shape or not is_cut_alike:
+        raise UsageError(
+            f"{name} is a DTensor of shape {tuple(value.shape)} and placements {value.placements}: {kind} has a slice "
+            f"of shape {shape} along dimension {dimension}"
+        )
+    require_share(_rank_of_slice(value), group)
+    return value.to_local()
 
 
 def require_share(share: Mapping[str, int], group: dist.ProcessGroup) -> None:

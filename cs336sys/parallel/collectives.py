@@ -191,7 +191,7 @@ class SliceGather(_Launched):
     def __init__(self, tensors: Sequence[Tensor], contents: str, group: dist.ProcessGroup | None = None):
         super().__init__(contents, group)
         rank, world_size = self._group.rank(), self._group.size()
-        self._whole = [_real(tensor) for tensor in tensors]
+        self._whole = [_sendable(_real(tensor)) for tensor in tensors]
         self._slices = [tensor.chunk(world_size)[rank] for tensor in self._whole]
 
     def start(self) -> None:
@@ -341,8 +341,15 @@ def _real(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
-# Backends know no float8, no complex numbers and not all integers.
-_SENDABLE = frozenset((torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8))
+# What can be computed, sent and summed everywhere. Backends know no float8, no complex numbers and not all integers.
+_FLOATS = torch.float64, torch.float32, torch.bfloat16, torch.float16
+_SENDABLE = frozenset((*_FLOATS, torch.int64, torch.uint8))
+
+
+def require_float(name: str, dtype: torch.dtype | None) -> None:
+    """Refuse a dtype in which weights or gradients cannot be computed or summed; None stands for their own."""
+    if dtype not in (None, *_FLOATS):
+        raise UsageError(f"{name} {dtype}: choose {', '.join(map(str, _FLOATS[:-1]))} or {_FLOATS[-1]}")
 
 
 def _sendable(tensor: Tensor) -> Tensor:

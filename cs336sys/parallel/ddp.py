@@ -29,7 +29,7 @@ from cs336sys.errors import UsageError
 from cs336sys.parallel import rank_consistency
 from cs336sys.parallel.buckets import BucketRule, FlatBucket, GradientBucket, bucket_rule, divide_into_buckets
 from cs336sys.parallel.checkpoint_state import StateDictOfWrapped
-from cs336sys.parallel.collectives import process_group, require_process_group
+from cs336sys.parallel.collectives import process_group, require_float, require_process_group
 from cs336sys.parallel.copy_engines import CopiedMean, CopyEngines, places_in_box, require_copy_engines
 from cs336sys.parallel.gradient_memory import gradient_dtype_of, require_own_gradient_dtype
 from cs336sys.parallel.gradient_slices import require_whole
@@ -109,8 +109,7 @@ class _Replicated(StateDictOfWrapped):
         """
         super().__init__()
         require_process_group(type(self).__name__)
-        if gradient_dtype is not None and not gradient_dtype.is_floating_point:
-            raise UsageError(f"gradient_dtype {gradient_dtype}: choose a floating-point dtype")
+        require_float("gradient_dtype", gradient_dtype)
         self.module = module
         self._gradient_dtype = gradient_dtype
         self._group = None if group is None else process_group(group)  # A group could not be pickled; None can.

@@ -122,6 +122,7 @@ def clip_over_ranks(
         UsageError: ``norm_type`` is not positive.
         RuntimeError: with ``error_if_nonfinite``, if the norm is not finite: on every rank, before anything was scaled.
     """
+    norm_type = float(norm_type)  # As torch, which takes "inf".
     if not norm_type > 0:
         raise UsageError(f"norm_type {norm_type}: must be positive, or inf")
     norm = _norm(slices, norm_type)  # The norm of all gradients is the norm of the norms of their parts.
@@ -397,14 +398,43 @@ def options_kind(value: Any) -> Hashable:
     return type(value), isinstance(value, Tensor) or bool(value)
 
 
+def require_parameters_apart(
+    optimizer_cls: OptimizerClass, options: Options, device: torch.device, group_options: Options
+) -> frozenset[str]:
+    """Step a small matrix alone and beside another, and refuse a class that then updates it otherwise.
+
+    Those that clip by the norm of all gradients do. A class that draws random numbers, or that cannot step such
+    matrices, is not refused. The arguments are those of :func:`require_elementwise`; no keys are returned.
+    """
+    tensors = torch.randn(2, 1 + _STEPS, *_MATRIX, generator=torch.Generator().manual_seed(0)).to(device)
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        try:
+            alone, repeated, together = (
+                _run_steps(optimizer_cls, options, group_options, *tensors[:count])["update"] for count in (1, 1, 2)
+            )
+        except Exception:
+            return frozenset()
+    if torch.equal(alone, repeated) and not torch.allclose(alone, together, rtol=1e-3, atol=1e-7, equal_nan=True):
+        raise UsageError(
+            f"{optimizer_cls.__name__} cannot be sharded, because what it does to a parameter depends on the others, "
+            "as by a norm of all gradients: choose a class that updates each parameter by itself, and clip gradients "
+            "before step()"
+        )
+    return frozenset()
+
+
 def _run_steps(
-    optimizer_cls: OptimizerClass, options: Options, group_options: Options, values: Tensor
+    optimizer_cls: OptimizerClass, options: Options, group_options: Options, values: Tensor, *others: Tensor
 ) -> dict[str, Any]:
-    """Return the update and the state of a parameter that starts as ``values[0]`` and gets the others as gradients."""
-    parameter = nn.Parameter(values[0].clone())
-    optimizer = optimizer_cls([{**group_options, "params": [parameter]}], **options)
-    for gradient in values[1:]:
-        parameter.grad = gradient.clone()
+    """Return the update and the state of a parameter that starts as ``values[0]`` and gets the rest as gradients.
+
+    ``others`` are values of parameters that are updated beside it.
+    """
+    parameter, *_ = parameters = [nn.Parameter(tensors[0].clone()) for tensors in (values, *others)]
+    optimizer = optimizer_cls([{**group_options, "params": parameters}], **options)
+    for gradients in zip(values[1:], *(tensors[1:] for tensors in others), strict=True):
+        for updated, gradient in zip(parameters, gradients, strict=True):
+            updated.grad = gradient.clone()
         optimizer.step()
     return {"update": parameter.detach() - values[0], **optimizer.state[parameter]}
 

@@ -46,6 +46,10 @@ H200 = Ceilings("NVIDIA H200", {"fp32": 50.0, "tf32": 400.0, "bf16": 766.0, "fp1
         json.dumps(H200.to_json() | {"copy_gbps": 0}),
         json.dumps(H200.to_json() | {"tflops": {"bf16": 700}}),
         json.dumps(H200.to_json() | {"launch_us": "4"}),
+        json.dumps(H200.to_json() | {"launch_us": float("nan")}),
+        json.dumps(H200.to_json() | {"copy_gbps": float("inf")}),
+        json.dumps(H200.to_json() | {"link_gbps": 0.0}),
+        json.dumps(H200.to_json() | {"gpu": ""}),
         "[" * 100_000,
     ],
 )

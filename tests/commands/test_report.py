@@ -124,6 +124,14 @@ def test_the_plan_is_for_the_gpus_that_are_visible(monkeypatch, visible, count):
     assert handouts.target_of(HANDOUTS[2026], size=None, device="auto").gpus == count
 
 
+def test_the_plan_says_that_the_peak_of_a_gpu_is_not_known(monkeypatch):
+    for name, is_told in (("NVIDIA L4", True), ("NVIDIA H200", False)):
+        gpus = [SimpleNamespace(index=0, uuid="GPU-1", name=name, memory_total_gib=22.5)]
+        monkeypatch.setattr(handouts, "read_gpus", lambda gpus=gpus: gpus)
+        output = report("--year", "2026", "--run", "--dry-run", "--only", "benchmarking_script").stdout
+        assert (f"Times are those of 20 TFLOP/s in fp32: the peak of {name} is not known" in output) is is_told
+
+
 def test_run_measures_what_its_lines_say_and_a_second_run_goes_on(tmp_path, monkeypatch):
     # Neither is read by what it runs: these could not be.
     (tmp_path / "pyproject.toml").write_text('[tool.cs336sys.flash]\nsteps = "some"\n')

@@ -15,6 +15,7 @@ from cs336sys.accounting.step_time.rates import h200_rates
 from cs336sys.accounting.step_time.work import CountedModel
 from cs336sys.commands.tune import options as tune_command
 from cs336sys.machine.environment import new_run
+from cs336sys.machine.system import GpuState
 from cs336sys.results.model import Samples, read_results
 from cs336sys.run.cells import Outcome
 from cs336sys.settings.sizes import SIZES
@@ -75,7 +76,7 @@ def test_each_of_the_best_has_a_command_that_means_it(chosen):
 
 
 def test_the_gpu_of_a_file_of_ceilings_limits_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr("cs336sys.machine.system.gpu_capacity", lambda device: None)
+    monkeypatch.setattr("cs336sys.machine.system.read_gpus", list)
     path, rates = tmp_path / "ceilings.json", {"fp32": 51.12, "bf16": 769.3}
     Ceilings("NVIDIA GeForce RTX 4090", rates, copy_gbps=4244.0, launch_us=9.161).write(path)
     found = tables("--size xl --bf16 --kernels fused --rates", path)
@@ -83,6 +84,21 @@ def test_the_gpu_of_a_file_of_ceilings_limits_memory(tmp_path, monkeypatch):
     assert all(row["over_gib"] == pytest.approx(row["peak_gib"] - 0.95 * 24) for row in found["rejected"])
     Ceilings("NVIDIA L40S", rates, copy_gbps=4244.0, launch_us=9.161).write(path)
     assert "the memory of NVIDIA L40S is not known: give --memory" in invoke("tune --rates", path).stderr
+
+
+def test_a_gpu_of_which_something_is_not_known_is_told_no_other_gpus_figures(tmp_path, monkeypatch):
+    """GB10 does not tell its memory; of a slice nvidia-smi names the whole GPU."""
+    row = (0, "GPU-1", "NVIDIA GB10", None, None, None, *[None] * 5, ())
+    monkeypatch.setattr("cs336sys.machine.system.read_gpus", lambda: [GpuState(*row)])
+    assert "the memory of NVIDIA GB10 is not known: give --memory" in invoke("tune").stderr
+    assert "NVIDIA GB10: its rates are not known; run doctor" in invoke("tune --memory 80GiB").stderr
+    whole = GpuState(0, "GPU-1", "NVIDIA A100-SXM4-80GB", None, 80.0, *row[5:])
+    monkeypatch.setattr("cs336sys.machine.system.read_gpus", lambda: [whole])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-1")
+    assert "NVIDIA A100-SXM4-80GB MIG: its rates are not known" in invoke("tune --memory 9GiB").stderr
+    path = tmp_path / "ceilings.json"
+    Ceilings(f"{whole.name} MIG 1g.10gb", {"fp32": 2.0, "bf16": 40.0}, copy_gbps=200.0, launch_us=9.0).write(path)
+    assert tables("--size small --bf16 --memory 9GiB --rates", path)["best"]
 
 
 def test_given_options_stay():

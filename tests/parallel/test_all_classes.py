@@ -48,7 +48,7 @@ class Extended(nn.Module):
     def __init__(self, added):
         super().__init__()
         self.layer = nn.Linear(4, 4)
-        self.added = nn.Parameter(added, requires_grad=added.is_floating_point())
+        self.added = nn.Parameter(added, requires_grad=added.dtype == torch.float32)
 
     def forward(self, x):
         return self.layer(x) + self.added.to(x.dtype).sum()
@@ -160,8 +160,8 @@ def test_optimizers_of_slices_that_are_not_elementwise_are_refused(name):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.bool])
-def test_fsdp_gathers_frozen_integers_and_names_a_tied_weight_once(dtype):
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bool, torch.uint16, torch.float8_e4m3fn])
+def test_fsdp_gathers_what_cannot_be_trained_and_names_a_tied_weight_once(dtype):
     torch.manual_seed(0)
     module, inputs = Extended(torch.arange(20).view(5, 4).to(dtype)), torch.ones(2, 4)
     module.tied = module.layer

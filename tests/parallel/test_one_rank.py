@@ -430,6 +430,17 @@ def test_modules_of_a_part_that_is_never_called_wait_for_their_parameters(monkey
     del optimizer
 
 
+def test_parameters_are_there_before_a_hook_of_the_module_computes_with_them(monkeypatch):
+    """As that of weight_norm does, which was registered before the optimizer was built."""
+    module, events = nn.Sequential(nn.Linear(2, 2)), []
+    module[0].register_forward_pre_hook(lambda *_: events.append("hook"))
+    optimizer = ShardedOptimizer(module.named_parameters(), torch.optim.SGD, lr=0.5, flat=True, module=module)
+    monkeypatch.setattr(exchange.ExchangeBucket, "wait", lambda bucket: events.append("wait"))
+    module(torch.ones(1, 2))
+    assert events == ["wait", "hook"]
+    del optimizer
+
+
 def test_updates_under_way_are_waited_for_before_master_copies_that_are_loaded_are_sent():
     module, events = nn.Sequential(nn.Linear(8, 8)), []
     settings = {"flat": True, "master_dtype": torch.float64, "module": module}

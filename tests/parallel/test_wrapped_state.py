@@ -106,6 +106,7 @@ def test_slices_are_dtensors_that_other_ranks_refuse(kind, tmp_path):
     whole = {name: value.full_tensor() for name, value in saved.state_dict().items() if hasattr(value, "full_tensor")}
     expected = saved.full_state_dict() if kind == "tensor" else saved.gather_full_params()
     assert whole
+    assert " is whole, of shape (" in error_of(loaded.load_state_dict, whole)[1]
     assert_same(whole, {name: expected[name] for name in whole})
     for name, parameter in saved.state_dict(keep_vars=True).items():
         assert parameter is saved.get_parameter(f"module.{name}")

@@ -111,8 +111,9 @@ def target_of(
         fp32_tflops, *_ = sheet.tflops
         target = Target(handout, size, device, gpus=1, tflops=fp32_tflops, memory_gib=sheet.memory_bytes / GIB)
     elif local_gpus:
-        tflops = peak_tflops(local_gpus[0].name, "fp32") or _GPU_TFLOPS
-        target = Target(handout, size, device, len(local_gpus), tflops, local_gpus[0].memory_total_gib)
+        first, peak = local_gpus[0], peak_tflops(local_gpus[0].name, "fp32")
+        machine = len(local_gpus), peak or _GPU_TFLOPS, first.memory_total_gib, None if peak else first.name
+        target = Target(handout, size, device, *machine)
     else:
         (_, available_gib), tflops = memory_gib(), _CORE_TFLOPS * (cpu_cores() or 1)
         target = Target(handout, size, device, gpus=0, tflops=tflops, memory_gib=available_gib)
@@ -171,4 +172,5 @@ def plan_table(plan: Sequence[tuple[Command, Sequence[str]]], target: Target) ->
     total = format_duration(sum(command.seconds for command, _ in plan if why_not(command, target) is None))
     title = f"report {target.handout.year}: {len(plan)} commands, about {total} altogether"
     columns = named_columns("command", seconds="about", memory_gib="memory", gpus="GPUs", note="note", problems="for")
-    return Table("plan", title, columns, rows)
+    assumed = f"Times are those of {target.tflops:g} TFLOP/s in fp32: the peak of {target.unknown_gpu} is not known."
+    return Table("plan", title, columns, rows, (assumed,) if target.unknown_gpu else ())

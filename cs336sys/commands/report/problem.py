@@ -57,6 +57,7 @@ class Target:
     gpus: int = 1  # Number of GPUs; without any, ranks share the CPU.
     tflops: float = 50.0  # Peak of a GPU, or of the CPU, in fp32.
     memory_gib: float | None = None  # Memory of a GPU, or of the machine without one; None where it is unknown.
+    unknown_gpu: str | None = None  # The GPU whose peak ``tflops`` stands for, as it is in no table.
 
     @property
     def is_small(self) -> bool:

@@ -99,15 +99,15 @@ class SearchOptions:
 
     def is_on_cpu(self, device: str) -> bool:
         """Return whether configurations are of this machine's CPU: asked for, or measured where there is no GPU."""
-        from cs336sys.machine.system import gpu_capacity
+        from cs336sys.machine.system import gpu_name
 
         if device == "cpu" and self.gpu is not None:
             raise UsageError(f"--gpu {self.gpu}: --device cpu has none; leave one of them out")
-        return device == "cpu" or (bool(self.measure) and gpu_capacity(device) is None)
+        return device == "cpu" or (bool(self.measure) and gpu_name(device) is None)
 
     def limit_bytes(self, device: str) -> float:
         """Return the bytes that tensors of a rank may take."""
-        from cs336sys.machine.system import capacity, gpu_capacity
+        from cs336sys.machine.system import capacity, gpu_capacity, gpu_name
 
         if self.memory is not None:
             return read_memory_limit(self.memory, "--memory")
@@ -118,7 +118,8 @@ class SearchOptions:
         local_gpu = gpu_capacity(device) if self.gpu is None else None
         if local_gpu is not None:
             return _USABLE_SHARE * local_gpu.memory_gib * GIB
-        name = self.gpu or ("h200" if self.rates is None else read_rates(self.rates).gpu)  # As --gpu's help says.
+        # As --gpu's help says.
+        name = self.gpu or gpu_name(device) or ("h200" if self.rates is None else read_rates(self.rates).gpu)
         sheet = datasheet(GPUS.get(name.lower(), name))  # By torch's name, which --rates has already.
         if sheet is None:
             raise UsageError(f"the memory of {name} is not known: give --memory, such as 80GiB")
@@ -157,20 +158,22 @@ class SearchOptions:
 
     def gpu_rates(self, device: str, base_workload: Workload, *, on_cpu: bool) -> Rates:
         """Return the rates of ``--gpu``, of this machine's GPU, or of its CPU, which are measured first."""
-        from cs336sys.machine.system import gpu_capacity
+        from cs336sys.machine.system import gpu_name
 
         measured = None if self.rates is None else read_rates(self.rates)
         if on_cpu:
             return measured or _cpu_rates(base_workload)
         if self.gpu is not None:
             return rates_of(self.gpu, measured)
-        local_gpu = gpu_capacity(device)
+        local_gpu = gpu_name(device)
         if local_gpu is None:
             return measured or rates_of("h200")  # As --gpu's help says.
-        if measured is None and datasheet(local_gpu.device) is None:
+        if measured is not None and local_gpu.endswith(" MIG") and measured.gpu.startswith(local_gpu):
+            return measured  # nvidia-smi does not tell which slice it is.
+        if measured is None and datasheet(local_gpu) is None:
             remedy = "run doctor --ceilings mine.json, and give --rates mine.json"
-            raise CapabilityError(f"{local_gpu.device}: its rates are not known; {remedy}")
-        return rates_of(local_gpu.device, measured)
+            raise CapabilityError(f"{local_gpu}: its rates are not known; {remedy}")
+        return rates_of(local_gpu, measured)
 
 
 def tune(

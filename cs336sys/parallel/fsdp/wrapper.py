@@ -21,7 +21,7 @@ from cs336sys.machine.late_imports import importing_no_compiler
 from cs336sys.parallel import rank_consistency
 from cs336sys.parallel.buckets import GradientBucket, divide_into_buckets
 from cs336sys.parallel.checkpoint_state import StateDictOfSlices, by_first_name, mark_share
-from cs336sys.parallel.collectives import group_device, process_group, require_process_group
+from cs336sys.parallel.collectives import group_device, process_group, require_float, require_process_group
 from cs336sys.parallel.fsdp.calls import UnitCall, compute_in_own_dtype
 from cs336sys.parallel.fsdp.gather_order import GatherWatch
 from cs336sys.parallel.fsdp.parameter import (
@@ -124,12 +124,14 @@ class FSDP(StateDictOfSlices):
         """
         super().__init__()
         require_process_group(type(self).__name__)
-        for name, dtype in {"compute_dtype": compute_dtype, "gradient_dtype": gradient_dtype}.items():
-            if dtype is not None and not dtype.is_floating_point:
-                raise UsageError(f"{name} {dtype}: choose a floating-point dtype")
+        require_float("compute_dtype", compute_dtype)
+        require_float("gradient_dtype", gradient_dtype)
         for name, count in {"prefetch": prefetch, "keep_gathered": keep_gathered}.items():
-            if count < 0:
-                raise UsageError(f"{name} {count}: must be at least 0")
+            if not (isinstance(count, int) and count >= 0):
+                raise UsageError(f"{name} {count}: must be a whole number, at least 0")
+        for part in unit_modules or ():
+            if part not in set(module.modules()):
+                raise UsageError(f"unit_modules: {part!r} is not in the wrapped module; choose from its modules()")
         self.module = module
         # Of the default process group, to notice in later passes that it is another one.
         self._rank_and_world_size = (dist.get_rank(), dist.get_world_size())

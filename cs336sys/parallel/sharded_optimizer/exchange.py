@@ -127,7 +127,8 @@ class ParameterExchange:
     def _await(self, module: nn.Module, hook: Callable[..., None]) -> None:
         if module not in self._awaited:
             self._awaited[module] = []  # See _find_awaited_buckets().
-            module.register_forward_pre_hook(hook)
+            # Before hooks that compute with the parameters, as weight_norm's does.
+            module.register_forward_pre_hook(hook, prepend=True)
 
     def _find_awaited_buckets(self) -> None:
         """Find the buckets that each module waits for, in the order of launching, and those that none waits for."""

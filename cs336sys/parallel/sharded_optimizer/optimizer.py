@@ -17,8 +17,8 @@ from torch.optim.optimizer import ParamsT
 from cs336sys.accounting.sharding.partition import OPTIMIZER_BUCKET_MB
 from cs336sys.errors import UsageError
 from cs336sys.parallel.buckets import cap_in_bytes
-from cs336sys.parallel.collectives import group_device, require_process_group
-from cs336sys.parallel.gradient_slices import options_kind, require_elementwise
+from cs336sys.parallel.collectives import group_device, require_float, require_process_group
+from cs336sys.parallel.gradient_slices import options_kind, require_elementwise, require_parameters_apart
 from cs336sys.parallel.rank_consistency import broadcast_from_first, describe_module, same_on_every_rank
 from cs336sys.parallel.sharded_optimizer import groups as parameter_groups
 from cs336sys.parallel.sharded_optimizer.checkpoint import MASTER, check_same_model, gather_states
@@ -102,8 +102,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
             require_optimizer(optimizer_cls)
             if module is not None and not isinstance(module, nn.Module):
                 raise UsageError(f"module {module}: must be a torch.nn.Module")
-            if master_dtype is not None and not (flat and master_dtype.is_floating_point):
-                raise UsageError(f"master_dtype {master_dtype}: needs flat=True and a floating-point dtype")
+            require_float("master_dtype", master_dtype)
+            if master_dtype is not None and not flat:
+                raise UsageError(f"master_dtype {master_dtype}: needs flat=True")
             cap_bytes = cap_in_bytes(bucket_size_mb)
             super().__init__(params, {})  # Defaults are those of the class: LocalOptimizer has them, below.
             parameter_groups.check_parameters(self.param_groups, flat=flat)
@@ -129,7 +130,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._outside_groups: list[tuple[str, nn.Parameter]] = []
         self._adopt_module()
         self._shard(self.param_groups)
-        self._local = LocalOptimizer(optimizer_cls, options, self.param_groups, self._partition)
+        with same_on_every_rank():  # The class may refuse what one rank alone updates, as Muon does vectors.
+            self._local = LocalOptimizer(optimizer_cls, options, self.param_groups, self._partition)
         self.defaults = self._local.optimizer.defaults
         self._noted_members: list[list[int]] = []  # The parameters of each group at the last step, by id.
         self._link_state()
@@ -496,6 +498,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             with ``flat``, the keys of state that has one value for a whole parameter.
         """
         scalars: frozenset[str] = frozenset()
+        require = require_elementwise if self.updates_slices else require_parameters_apart
         for options in map(parameter_groups.options_of, groups):
             max_norm = {**self._options, **options}.get("max_grad_norm")
             if max_norm is not None:
@@ -504,11 +507,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
                     "clip_grad_norm_() of the sharded optimizer before step()"
                 )
             kind = options_kind(options)
-            if self.updates_slices and kind not in self._scalars_of_kind:
-                self._scalars_of_kind[kind] = require_elementwise(
-                    self._optimizer_cls, self._options, group_device(), group_options=options
-                )
-            scalars |= self._scalars_of_kind.get(kind, frozenset())
+            if kind not in self._scalars_of_kind:
+                self._scalars_of_kind[kind] = require(self._optimizer_cls, self._options, group_device(), options)
+            scalars |= self._scalars_of_kind[kind]
         return scalars
 
     def _require_slices(self, method: str) -> SlicePartition:

@@ -266,7 +266,8 @@ def token_logits(output: Any, targets: Tensor, reference: str, vocab_size: int) 
         if logits.shape[1:2] == (1,):
             # nanoGPT computes the last logits alone where it is given no targets.
             remedy = (
-                f"with def forward(self, tokens): return super().forward(tokens, tokens)[0] in a subclass, {remedy}"
+                "if it takes targets, as nanoGPT's does, def forward(self, tokens): return super().forward(tokens, "
+                f"tokens)[0] in a subclass, {remedy}"
             )
         expected = f"{(*targets.shape, vocab_size)} (batch, context, vocabulary)"
         raise UserCodeError(

@@ -150,5 +150,7 @@ def test_wrong_arguments_are_refused():
     for size in (0, -1.0, float("nan")):
         message = f"bucket size {size} MB: must be positive, or None for one bucket"
         assert error_of(BucketedDDP, nn.Linear(2, 2), size) == ("UsageError", message)
-    error = error_of(NaiveDDP, nn.Linear(2, 2), gradient_dtype=torch.int32)
-    assert error == ("UsageError", "gradient_dtype torch.int32: choose a floating-point dtype")
+    floats = "torch.float64, torch.float32, torch.bfloat16 or torch.float16"
+    for dtype in (torch.int32, torch.complex64, torch.float8_e4m3fn, "bf16"):
+        error = error_of(NaiveDDP, nn.Linear(2, 2), gradient_dtype=dtype)
+        assert error == ("UsageError", f"gradient_dtype {dtype}: choose {floats}")

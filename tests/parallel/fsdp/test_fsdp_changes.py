@@ -260,14 +260,16 @@ def test_impossible_combination_is_refused_by_name():
         (error_of(FSDP, nn.Sequential(plain)), f"0 (Sequential) {wrapped}"),
         (error_of(FSDP, nn.Sequential(OverlappedDDP(nn.Linear(2, 2)))), f"0 (OverlappedDDP) {wrapped}"),
         (error_of(FSDP, fully_shard(nn.Sequential(nn.Linear(2, 2)))), f"the module (FSDPSequential) {wrapped}"),
-        (error_of(FSDP, nn.Linear(2, 2), prefetch=-1), "prefetch -1: must be at least 0"),
+        (error_of(FSDP, nn.Linear(2, 2), prefetch=-1), "prefetch -1: must be a whole number, at least 0"),
+        (error_of(FSDP, nn.Linear(2, 2), keep_gathered=0.5), "keep_gathered 0.5: must be a whole number, at least 0"),
+        (error_of(FSDP, nn.Linear(2, 2), unit_modules=["0"]), "unit_modules: '0' is not in the wrapped module"),
         (
             error_of(FSDP, nn.Linear(2, 2), torch.int8),
-            "compute_dtype torch.int8: choose a floating-point dtype",
+            "compute_dtype torch.int8: choose torch.float64, ",
         ),
         (
-            error_of(FSDP, nn.Linear(2, 2), gradient_dtype=torch.int8),
-            "gradient_dtype torch.int8: choose a floating-point dtype",
+            error_of(FSDP, nn.Linear(2, 2), gradient_dtype=torch.float8_e5m2),
+            "gradient_dtype torch.float8_e5m2: choose torch.float64, ",
         ),
         (
             error_of(sharded.to, torch.float16),

@@ -23,6 +23,21 @@ from cs336sys.parallel.sharded_optimizer import ShardedOptimizer, groups
 from cs336sys.parallel.sharded_optimizer.groups import StepAgreement
 
 
+class ClipsAll(torch.optim.Optimizer):
+    """Clips by the norm of all gradients, as LAMB of some packages does, and adds random numbers."""
+
+    def __init__(self, params, lr, max_norm=1.0, noise=0.0):
+        super().__init__(params, {"lr": lr, "max_norm": max_norm, "noise": noise})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            nn.utils.clip_grad_norm_(group["params"], group["max_norm"])
+            for parameter in group["params"]:
+                noise = group["noise"] * torch.randn_like(parameter)
+                parameter.sub_(parameter.grad + noise, alpha=group["lr"])
+
+
 @on_ranks(2)
 def test_arguments_that_torch_refuses_are_refused_in_its_words():
     parameter = nn.Parameter(torch.ones(4))
@@ -36,6 +51,13 @@ def test_arguments_that_torch_refuses_are_refused_in_its_words():
         ([parameter], {"lr": 1.0, "speed": 2}, "unexpected keyword argument 'speed'"),
     ):
         assert sentence in error_of(ShardedOptimizer, params, torch.optim.SGD, **settings)[1]
+    message = error_of(ShardedOptimizer, [parameter], ClipsAll, lr=1.0)[1]
+    assert message.startswith("ClipsAll cannot be sharded, because what it does to a parameter depends on the others")
+    ShardedOptimizer([parameter], ClipsAll, lr=1.0, max_norm=1e9)
+    ShardedOptimizer([parameter], ClipsAll, lr=1.0, max_norm=1e9, noise=0.1)
+    members = [nn.Parameter(torch.ones(8, 8)), parameter]  # The last rank updates the vector.
+    message = error_of(ShardedOptimizer, members, torch.optim.Muon)[1]
+    assert message.startswith("ranks differ in what they train: nothing on rank 0, ValueError: Muon only supports 2D")
     message = error_of(ShardedOptimizer, [parameter], torch.optim.LBFGS)[1]
     assert message.startswith("LBFGS cannot be sharded: choose a class that updates each parameter by it")
     message = "optimizer_cls AdamW: must be a subclass of torch.optim.Optimizer"
