@@ -43,9 +43,9 @@ class UsersProblem(abc.ABC):
 
     Attributes:
         odd_shapes: names the :meth:`odd_cases` in reports of progress.
-        given: inputs and gradients of the outputs, in the same memory at every call.
-        input_names: of the inputs, which ``given`` begins with.
-        intended: the values that ``given`` should have.
+        operands: inputs and gradients of the outputs, in the same memory at every call.
+        input_names: of the inputs, which ``operands`` begins with.
+        intended: the values that ``operands`` should have.
         right: what the function should make of them, in float64.
     """
 
@@ -56,7 +56,7 @@ class UsersProblem(abc.ABC):
 
     def __init__(self, call: Callable[[dict[str, Tensor]], tuple[Tensor, ...]]):
         self._call = call
-        self.given = [tensor.detach().clone() for tensor in self.intended]
+        self.operands = [tensor.detach().clone() for tensor in self.intended]
 
     @abc.abstractmethod
     def draw_intended(self) -> None:
@@ -76,14 +76,14 @@ class UsersProblem(abc.ABC):
 
     @property
     def inputs(self) -> dict[str, Tensor]:
-        """Return the inputs as leaves of a new graph, in the memory of ``given``."""
-        tensors = [tensor.detach() for tensor in self.given[: len(self.input_names)]]
+        """Return the inputs as leaves of a new graph, in the memory of ``operands``."""
+        tensors = [tensor.detach() for tensor in self.operands[: len(self.input_names)]]
         leaves = [tensor.requires_grad_() if tensor.is_floating_point() else tensor for tensor in tensors]
         return dict(zip(self.input_names, leaves, strict=True))
 
     def prepare(self, part: str) -> Callable[[], Results]:
         """Do what is not timed, and return the call of one of :data:`PARTS`, which returns its results by name."""
-        inputs, grad_outputs = self.inputs, self.given[len(self.input_names) :]
+        inputs, grad_outputs = self.inputs, self.operands[len(self.input_names) :]
         leaves = {f"d{name}": tensor for name, tensor in inputs.items() if tensor.requires_grad}
         forward_outputs = self._call(inputs) if part == "backward" else None
 
@@ -176,12 +176,12 @@ class KernelTimer:
             _synchronize(self._device)
             torch.cuda._sleep(_WAIT_CYCLES)  # Work that was left on another stream would find the old inputs.
         with torch.no_grad():
-            for tensor, values in zip(self.problem.given, self.problem.intended, strict=True):
+            for tensor, values in zip(self.problem.operands, self.problem.intended, strict=True):
                 tensor.copy_(values)
         call = self.problem.prepare(part)
         # Memory that the allocator gives out next, so that unwritten results show: of float32 or the inputs' dtype.
-        poison = [torch.full_like(tensor, math.nan, dtype=torch.float32) for tensor in expected.values()]
-        poison += [torch.full_like(tensor, math.nan, dtype=self.problem.given[0].dtype) for tensor in expected.values()]
+        dtypes = torch.float32, self.problem.operands[0].dtype
+        poison = [torch.full_like(tensor, math.nan, dtype=dtype) for dtype in dtypes for tensor in expected.values()]
         del poison
         took_ms, results = self._timed(call)
         self._check(results, expected)
@@ -211,7 +211,7 @@ class KernelTimer:
             if type(result) is not Tensor:  # A subclass may compute only when somebody looks.
                 raise WrongKernelError(f"its {name} is a {type(result).__name__}, and should be a plain tensor")
             memory = result.untyped_storage().data_ptr()
-            if any(memory == tensor.untyped_storage().data_ptr() for tensor in self.problem.given):
+            if any(memory == tensor.untyped_storage().data_ptr() for tensor in self.problem.operands):
                 raise WrongKernelError(f"its {name} lies in the memory of its inputs")
             if any(memory == tensor.untyped_storage().data_ptr() for tensor in self._earlier):
                 raise WrongKernelError(f"its {name} lies in memory that an earlier call returned and that is in use")
@@ -222,7 +222,7 @@ class KernelTimer:
     def _check(self, results: Results, expected: Results) -> None:
         """Raise a WrongKernelError for replaced functions, written inputs or wrong results; note the errors."""
         check_untouched()
-        if not all(map(torch.equal, self.problem.given, self.problem.intended)):
+        if not all(map(torch.equal, self.problem.operands, self.problem.intended)):
             raise WrongKernelError(f"it writes to its inputs, in call {self._calls}")
         for name, result in results.items():
             if result.shape != expected[name].shape or result.device.type != self._device.type:

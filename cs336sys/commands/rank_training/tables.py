@@ -366,8 +366,8 @@ def _draw_curve(axes: Sequence[Axes], curve: Curve, name: str, rate: str) -> Non
 
     def points(key: str) -> tuple[list[int], list[Any]]:
         """Return the numbers of ranks of which a column is known, and its values."""
-        known = [row for row in rows if row.get(key) is not None]
-        return [row["world_size"] for row in known], [row[key] for row in known]
+        drawn = [row for row in rows if row.get(key) is not None]
+        return [row["world_size"] for row in drawn], [row[key] for row in drawn]
 
     ranks, per_s = points(rate)
     (line,) = rates.plot(ranks, per_s, marker="o", label=name)
