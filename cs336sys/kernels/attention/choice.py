@@ -21,6 +21,7 @@ from cs336sys.kernels.attention.problem import (
     check_mask,
     check_scale,
     gpu_capability,
+    group_size,
     make_problem,
 )
 from cs336sys.kernels.attention.triton.forward import forward_kernel
@@ -28,6 +29,9 @@ from cs336sys.kernels.attention.triton.plans import BackwardPlan, ForwardPlan
 
 # Plain Triton, the warp-specialised ones of hopper/, or of both what was measured faster.
 KERNELS = ("auto", "triton", "hopper")
+
+# Queries that a tile of any kernel holds.
+SHARED_ROWS = 64
 
 INTERPRETED = not isinstance(forward_kernel, triton.JITFunction)
 
@@ -85,10 +89,28 @@ def _takes_hopper(
     return problem.diagonal == 0 and settings.why_unavailable(query) is None and is_faster(problem)
 
 
+def _share_rows(
+    of_queries: Sequence[Tensor], key: Tensor, options: AttentionOptions
+) -> tuple[Sequence[Tensor], AttentionOptions]:
+    """Return tensors of queries with the heads that share a head of keys as rows of one, where a tile holds them all.
+
+    Then a program reads these keys once. All queries must see the same keys, as a single one at the end does.
+    """
+    num_queries = of_queries[0].shape[-2]
+    num_rows = group_size(of_queries[0], key) * num_queries
+    sees_all = not options.is_causal or (options.aligned_at_end and num_queries == 1 and options.window is None)
+    are_rows = all(num_queries in (1, tensor.stride(-3) / tensor.stride(-2)) for tensor in of_queries)
+    if not (num_queries < num_rows <= SHARED_ROWS and sees_all and are_rows):
+        return of_queries, options
+    views = [tensor.view(len(tensor), -1, num_rows, tensor.shape[-1]) for tensor in of_queries]
+    return views, options._replace(is_causal=False, aligned_at_end=False)
+
+
 def forward_plan(tensors: Sequence[Tensor], options: AttentionOptions) -> Plan:
     """Plan the forward pass of these tensors: query, key, value and output."""
-    query, key = tensors[:2]
-    operands = [Operand(tensor) for tensor in tensors]
+    query, key, value, out = tensors
+    (query, out), options = _share_rows((query, out), key, options)
+    operands = [Operand(tensor) for tensor in (query, key, value, out)]
     problem = make_problem(query, key, operands, options)
     if _takes_hopper(options.kernels, query, problem, settings.hopper_forward_is_faster):
         from cs336sys.kernels.attention.hopper.plans import HopperForwardPlan  # Gluon, imported only where it runs.
@@ -106,9 +128,12 @@ def backward_plan(tensors: Sequence[Tensor], grads: Sequence[Tensor], options: A
         grads: of query, key and value.
     """
     query, key, value, out_or_delta, grad_out = tensors
+    has_delta = out_or_delta.dim() < query.dim()
+    of_queries = query, grad_out, grads[0], *(() if has_delta else (out_or_delta,))
+    (query, grad_out, grad_query, *outs), options = _share_rows(of_queries, key, options)
     operands = [Operand(tensor) for tensor in (query, key, value, grad_out)]
-    out = Operand(out_or_delta) if out_or_delta.dim() == query.dim() else None
-    results = [Operand(grad) for grad in grads]
+    out = Operand(outs[0]) if outs else None
+    results = [Operand(grad) for grad in (grad_query, *grads[1:])]
     problem = make_problem(query, key, operands, options)
     plan_class = BackwardPlan
     # The Hopper kernels read and write these by TMA.

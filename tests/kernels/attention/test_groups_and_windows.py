@@ -21,7 +21,7 @@ from attention_checks import (
 from torch.autograd import forward_ad
 from torch.utils.flop_counter import FlopCounterMode
 
-from cs336sys.kernels.attention import FlashAttentionTorch, flash_attention, flash_attention_backward, reference
+from cs336sys.kernels.attention import FlashAttentionTorch, choice, flash_attention, flash_attention_backward, reference
 from cs336sys.kernels.attention.hopper.settings import HEAD_DIMS
 from cs336sys.kernels.attention.operators import FlashAttentionTriton
 from cs336sys.kernels.attention.reference import reference_attention
@@ -71,6 +71,27 @@ def test_grouped_queries(form, device, monkeypatch):
     force(monkeypatch, form)
     assert_matches_float64(grouped_inputs(4, 2, 20, 33, device), True)
     assert_matches_float64(grouped_inputs(3, 1, 33, 20, device, batch=1), False)
+
+
+@BACKWARD_FORMS
+def test_few_queries_that_share_keys_are_rows_of_a_tile(form, device, monkeypatch):
+    """Of full attention, and of a single query at the end; not where heads are further apart than their queries."""
+    force(monkeypatch, form)
+    num_rows, make_problem = [], choice.make_problem
+
+    def note_rows(query, *others):
+        num_rows.append(query.shape[-2])
+        return make_problem(query, *others)
+
+    monkeypatch.setattr(choice, "make_problem", note_rows)
+    query, *keys = (tensor.detach() for tensor in grouped_inputs(4, 2, 5, 33, device))
+    padded = torch.zeros(2, 4, 7, 16, device=device)[:, :, :5].copy_(query)
+    single = query[:, :, :1]
+    for queries in (query, padded, single, single.transpose(1, 2).contiguous().transpose(1, 2)):
+        inputs = [tensor.requires_grad_() for tensor in (queries.detach(), *keys)]
+        alignment = {"causal_alignment": "end"} if queries.shape[-2] == 1 else {}
+        assert_options_match_float64("triton", inputs, is_causal=bool(alignment), **alignment)
+    assert num_rows == [10, 10, 5, 5, 2, 2, 2, 2]
 
 
 # Less than a tile, as long as one of keys, longer than one of queries, and all keys that there are.
