@@ -2,7 +2,7 @@
 
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -205,26 +205,23 @@ def exact_data(dtype: str, ranks: int) -> list[Tensor]:
 
 def write(tensor: Tensor, data: Tensor, start: int = 0) -> None:
     """Fill a tensor with periodic data, beginning with the element ``start`` of the data."""
-    data = data.roll(-(start % len(data))).to(tensor)
-    rows, remainder = _periods(tensor, len(data))
-    rows.copy_(data.expand_as(rows))
-    remainder.copy_(data[: len(remainder)])
+    for piece, values in _with_data(tensor, data, start):
+        piece.copy_(values)
 
 
 def count_differences(tensor: Tensor, data: Tensor, start: int = 0) -> int:
     """Return how many elements differ from what :func:`write` would write; NaN differs from everything."""
+    return int(sum((piece != values).sum() for piece, values in _with_data(tensor, data, start)))
+
+
+def _with_data(tensor: Tensor, data: Tensor, start: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield pieces of a tensor and their values: of whole periods as rows, (count, period), then of what remains."""
     data = data.roll(-(start % len(data))).to(tensor)
-    rows, remainder = _periods(tensor, len(data))
-    wrong_count = (remainder != data[: len(remainder)]).sum()
-    for some_rows in rows.split(max(1, _COMPARED_AT_ONCE // len(data))):
-        wrong_count = wrong_count + (some_rows != data).sum()
-    return int(wrong_count)
-
-
-def _periods(tensor: Tensor, period: int) -> tuple[Tensor, Tensor]:
-    """Return views of a tensor: its whole periods as rows, (count, period), and the remaining elements."""
-    rows = len(tensor) // period
-    return tensor[: rows * period].view(rows, period), tensor[rows * period :]
+    rows = len(tensor) // len(data)
+    remainder = tensor[rows * len(data) :]
+    for some_rows in tensor[: rows * len(data)].view(rows, len(data)).split(max(1, _COMPARED_AT_ONCE // len(data))):
+        yield some_rows, data
+    yield remainder, data[: len(remainder)]
 
 
 def _back_to_back_us(call: Callable[[], Any], calls: int, device: torch.device) -> list[float]:
