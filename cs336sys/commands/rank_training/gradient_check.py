@@ -86,7 +86,7 @@ def check_gradients(workload: ParallelWorkload) -> GradientDifference:
             run()
     assert step.loss is not None
     loss = gather_numbers(step.loss.detach().float()).mean().item()  # Ranks have equally many sequences.
-    weights, gradients = dict(step.replica.whole_parameters()), mean_gradients(step.model, is_sharded=True)
+    weights, gradients = dict(step.replica.whole_parameters()), mean_gradients(step.replica)
     del step
     gc.collect()  # The plain model needs the memory.
     expected_loss, expected = _gradients_of_one_process(workload, weights, device)

@@ -12,7 +12,6 @@ from torch.func import functional_call
 
 from cs336sys.findings import sentence
 from cs336sys.parallel.collectives import gather_objects
-from cs336sys.parallel.ddp import BucketedDDP, FlatDDP, NaiveDDP, OverlappedDDP
 from cs336sys.parallel.fsdp.calls import cast_floating, compute_in_own_dtype
 from cs336sys.parallel.fsdp.parameter import plan_sharding
 from cs336sys.parity.orders import Order, Trained, draw_alike, train_in_order
@@ -25,29 +24,23 @@ from cs336sys.training import user_models
 from cs336sys.training.flop_counting import count_step
 from cs336sys.training.model import blocks_of, build_by_layers, build_compared_model, build_optimizer, plainly_trained
 from cs336sys.training.ranks.step import ParallelStep, rank_device, warmup_of_capture
-from cs336sys.training.ranks.strategies import cast_outputs_of_replicated
+from cs336sys.training.ranks.strategies import Replica, cast_outputs_of_replicated
 from cs336sys.training.step import AUTOCAST_DTYPES, TrainStep, set_matmul_precision
 
-_WRAPPERS = (NaiveDDP, FlatDDP, OverlappedDDP, BucketedDDP, nn.parallel.DistributedDataParallel)
 
-
-def mean_gradients(model: nn.Module, *, is_sharded: bool) -> dict[str, tuple[Tensor | None, range | None]]:
+def mean_gradients(replica: Replica) -> dict[str, tuple[Tensor | None, range | None]]:
     """Return each parameter's mean gradient on this rank, and which rows of the parameter it is of, None for all.
 
     All ranks call it together. ``is_sharded``: the strategy is ``fsdp`` or ``torch-fsdp``.
     """
-    plain: Any = model.module if isinstance(model, _WRAPPERS) else model
-    sharded, replicated = {}, plain.named_parameters()
-    if is_sharded:
-        # It brings torch's compiler, which the ranks of other strategies are spared.
-        from cs336sys.parallel.fsdp import FSDP
-
-        if isinstance(model, FSDP):
-            sharded, replicated = model.sharded_parameters, model.replicated_parameters.items()
-    gradients: dict[str, tuple[Tensor | None, range | None]] = {
-        name: (parameter.shard.grad, parameter.rows) for name, parameter in sharded.items()
-    }
-    for name, parameter in replicated:  # Or cut by torch's fully_shard(): DTensors.
+    gradients: dict[str, tuple[Tensor | None, range | None]] = {}
+    model: Any = replica.model
+    if hasattr(model, "sharded_parameters"):  # This project's FSDP, whose other parameters every rank has whole.
+        gradients = {name: (part.shard.grad, part.rows) for name, part in model.sharded_parameters.items()}
+        replicated = model.replicated_parameters
+    else:
+        replicated = replica.named_parameters()
+    for name, parameter in replicated.items():  # Or cut by torch's fully_shard(): DTensors.
         whole = parameter.grad.full_tensor() if hasattr(parameter.grad, "full_tensor") else parameter.grad
         gradients[name] = whole, None
     return gradients
@@ -269,13 +262,13 @@ class _Comparison:
             step,
             self._warmup,
             begin=lambda number: None if workload.training.is_ours else draw_alike(number, rank),
-            before_update=(lambda: self._compare_gradients(step.model)) if compares else None,
+            before_update=(lambda: self._compare_gradients(step.replica)) if compares else None,
         )
         return step
 
-    def _compare_gradients(self, model: nn.Module) -> None:
+    def _compare_gradients(self, replica: Replica) -> None:
         """Compare this rank's rows of all gradients with those of one process."""
-        rank_gradients = mean_gradients(model, is_sharded=self._workload.strategy_record.shards_weights)
+        rank_gradients = mean_gradients(replica)
         expected, trained = {}, {}
         for name, (gradient, rows) in rank_gradients.items():
             whole = self._reference.trained.gradients.get(name)

@@ -25,7 +25,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from cs336sys.accounting.checkpointing import kept_blocks
 from cs336sys.errors import CapabilityError
 from cs336sys.parallel.copy_engines import CopyEngines
-from cs336sys.parallel.ddp import BucketedDDP
+from cs336sys.parallel.ddp import BucketedDDP, FlatDDP, NaiveDDP, OverlappedDDP
 from cs336sys.parallel.gradient_slices import ShardedGradScaler
 from cs336sys.parallel.sharded_optimizer import ShardedOptimizer
 from cs336sys.settings.parallel import ParallelWorkload
@@ -93,9 +93,8 @@ class Replica:
 
     model: nn.Module  # Called with this rank's token ids.
     optimizer: torch.optim.Optimizer
-    # By their names in the plain model, every parameter unsharded, when no step is under way. All ranks call it
-    # together. The tensors may be the model's own.
-    whole_parameters: Callable[[], Mapping[str, Tensor]]
+    # Gathers what :meth:`whole_parameters` returns, where the model has slices that are no DTensors.
+    gather_parameters: Callable[[], Mapping[str, Tensor]] | None = None
     # Run between backward pass and optimizer step, a phase of its own; None if there is none.
     synchronize: Callable[[], None] | None = None
     # Of gradients or weights; ``launch()`` of each starts a collective during a step, in this order.
@@ -117,23 +116,33 @@ class Replica:
     loss: Callable[[Tensor, Tensor], Tensor] | None = None
     copy_engines: CopyEngines | None = None  # What sends gradients, where no collective does.
 
+    def named_parameters(self) -> dict[str, Any]:
+        """Return the parameters as they are, by their names in the model without a wrapper for data parallelism."""
+        is_wrapped = isinstance(self.model, _DATA_PARALLEL)
+        return dict((self.model.get_submodule("module") if is_wrapped else self.model).named_parameters())
 
-def replica_of(model: Any, plain: nn.Module, optimizer: torch.optim.Optimizer, **settings: Any) -> Replica:
-    """Build the replica of a wrapper of ours around a plain model; ``settings`` are other fields of the replica."""
-    return Replica(
-        model,
-        optimizer,
-        synchronize=model.finish_gradient_synchronization,
-        whole_parameters=lambda: dict(plain.named_parameters()),
-        buckets=model.buckets,
-        **settings,
-    )
+    def whole_parameters(self) -> Mapping[str, Tensor]:
+        """Return every parameter unsharded by these names, when no step is under way. All ranks call it together.
+
+        The tensors may be the model's own.
+        """
+        if self.gather_parameters is not None:
+            return self.gather_parameters()
+        if self.sharded is not None:  # Other ranks may still send some.
+            self.sharded.wait_for_parameters()
+        return {
+            name: parameter.detach().full_tensor() if hasattr(parameter, "full_tensor") else parameter
+            for name, parameter in self.named_parameters().items()
+        }
 
 
-def replica_of_torch(model: nn.Module, optimizer: torch.optim.Optimizer, **settings: Any) -> Replica:
-    """Build the replica of torch's classes, which wait for ranks in the backward pass or in the optimizer."""
-    plain = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
-    return Replica(model, optimizer, whole_parameters=lambda: dict(plain.named_parameters()), **settings)
+_DATA_PARALLEL = (NaiveDDP, FlatDDP, OverlappedDDP, BucketedDDP, nn.parallel.DistributedDataParallel)
+
+
+def replica_of(model: Any, optimizer: torch.optim.Optimizer, **settings: Any) -> Replica:
+    """Build the replica of a data-parallel wrapper of ours; ``settings`` are other fields of the replica."""
+    synchronize = model.finish_gradient_synchronization
+    return Replica(model, optimizer, synchronize=synchronize, buckets=model.buckets, **settings)
 
 
 @dataclass(frozen=True)
@@ -199,7 +208,7 @@ def build_plain_model(
 def unsynchronized(workload: ParallelWorkload, device: torch.device, optimizer: OptimizerChoice) -> Replica:
     """Train a model of its own on every rank: the step of the other strategies without their communication."""
     model = build_plain_model(workload, device)
-    return replica_of_torch(model, _optimizer_of(model, workload, optimizer))
+    return Replica(model, _optimizer_of(model, workload, optimizer))
 
 
 def _optimizer_of(model: nn.Module, workload: ParallelWorkload, optimizer: OptimizerChoice) -> torch.optim.Optimizer:
@@ -223,7 +232,7 @@ def replicated(workload: ParallelWorkload, device: torch.device, optimizer: Opti
         settings |= {"bucket_size_mb": workload.bucket_mb, "copy_engines": workload.uses_copy_engines}
     model = workload.strategy_record.load("wrapper")(plain, **settings)
     copy_engines = getattr(model, "copy_engines", None)
-    return replica_of(model, plain, trained, communicates_in_backward=model.overlaps, copy_engines=copy_engines)
+    return replica_of(model, trained, communicates_in_backward=model.overlaps, copy_engines=copy_engines)
 
 
 def torch_ddp(workload: ParallelWorkload, device: torch.device, optimizer: OptimizerChoice) -> Replica:
@@ -235,7 +244,7 @@ def torch_ddp(workload: ParallelWorkload, device: torch.device, optimizer: Optim
     hooks = {"bf16": default_hooks.bf16_compress_hook, "fp16": default_hooks.fp16_compress_hook}
     if workload.gradient_dtype in hooks:
         model.register_comm_hook(state=None, hook=hooks[workload.gradient_dtype])
-    return replica_of_torch(model, optimizer(model.parameters()))
+    return Replica(model, optimizer(model.parameters()))
 
 
 # The size of buckets in all strategies that average gradients, so that only what they shard makes a difference.
@@ -250,7 +259,7 @@ def averaged_in_buckets(workload: ParallelWorkload, device: torch.device, optimi
 def averaging_replica(plain: nn.Module, optimizer: OptimizerChoice, **settings: Any) -> Replica:
     """Average the gradients of a model in buckets, during the backward pass; ``settings`` are fields of the replica."""
     model = BucketedDDP(plain, BUCKETS)
-    return replica_of(model, plain, optimizer(model.parameters()), **settings)
+    return replica_of(model, optimizer(model.parameters()), **settings)
 
 
 def sharded_optimizer(workload: ParallelWorkload, device: torch.device, choice: OptimizerChoice) -> Replica:
@@ -258,8 +267,7 @@ def sharded_optimizer(workload: ParallelWorkload, device: torch.device, choice: 
     plain = build_plain_model(workload, device)
     model = BucketedDDP(plain, BUCKETS)
     optimizer = choice.shard(ShardedOptimizer, plain.parameters(), module=plain)
-    replica = replica_of(model, plain, optimizer, sharded=optimizer)
-    return replace(replica, whole_parameters=functools.partial(_parameters_once_received, plain, optimizer))
+    return replica_of(model, optimizer, sharded=optimizer)
 
 
 def flat_sharded_optimizer(workload: ParallelWorkload, device: torch.device, choice: OptimizerChoice) -> Replica:
@@ -270,7 +278,6 @@ def flat_sharded_optimizer(workload: ParallelWorkload, device: torch.device, cho
         model,
         optimizer,
         synchronize=optimizer.finish_gradient_synchronization,
-        whole_parameters=functools.partial(_parameters_once_received, model, optimizer),
         scaler_class=ShardedGradScaler,
         sharded=optimizer,
     )
@@ -320,7 +327,7 @@ def fully_sharded(
         model,
         optimizer(model.parameters()),
         synchronize=model.finish_gradient_synchronization,
-        whole_parameters=model.gather_full_params,
+        gather_parameters=model.gather_full_params,
         scaler_class=ShardedGradScaler,
         watched_gathers=model.watched_gathers,
         wait_for_gathers=model.wait_for_gathers,
@@ -348,7 +355,7 @@ def torch_zero(workload: ParallelWorkload, device: torch.device, choice: Optimiz
 
     plain = build_plain_model(workload, device)
     model = nn.parallel.DistributedDataParallel(plain, gradient_as_bucket_view=True)
-    return replica_of_torch(model, choice.shard(ZeroRedundancyOptimizer, model.parameters()))
+    return Replica(model, choice.shard(ZeroRedundancyOptimizer, model.parameters()))
 
 
 def torch_fsdp(workload: ParallelWorkload, device: torch.device, optimizer: OptimizerChoice) -> Replica:
@@ -396,21 +403,7 @@ def torch_fsdp(workload: ParallelWorkload, device: torch.device, optimizer: Opti
                 part.forward = functools.partial(models.keeping_input, part.forward, keeps_random=not training.is_ours)
             fully_shard(part, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
-    return Replica(model, optimizer(model.parameters()), whole_parameters=lambda: full_tensors(model))
-
-
-def _parameters_once_received(model: nn.Module, optimizer: ShardedOptimizer) -> Mapping[str, Tensor]:
-    """Return the parameters once those that other ranks have updated are there."""
-    optimizer.wait_for_parameters()
-    return dict(model.named_parameters())
-
-
-def full_tensors(model: nn.Module) -> Mapping[str, Tensor]:
-    """Return all parameters by name, those that are DTensors whole. All ranks call it together."""
-    from torch.distributed.tensor import DTensor
-
-    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    return {name: part.full_tensor() if isinstance(part, DTensor) else part for name, part in parameters.items()}
+    return Replica(model, optimizer(model.parameters()))
 
 
 def _require_blocks(workload: ParallelWorkload) -> None:

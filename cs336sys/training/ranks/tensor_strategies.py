@@ -32,9 +32,7 @@ from cs336sys.training.ranks.strategies import (
     Replica,
     averaging_replica,
     build_plain_model,
-    full_tensors,
     fully_sharded,
-    replica_of_torch,
     sequences_of_rank,
 )
 from cs336sys.training.step import AUTOCAST_DTYPES
@@ -76,14 +74,14 @@ def tensor_parallel(workload: ParallelWorkload, device: torch.device, optimizer:
         half = AUTOCAST_DTYPES.get(training.precision)
         model = FSDP(plain, half, prefetch=workload.prefetch, group=mesh["data"])
 
-    def whole_parameters() -> Mapping[str, Tensor]:
+    def gather_parameters() -> Mapping[str, Tensor]:
         return shared.full_state_dict(parts=model.gather_full_params() if record.gathers_ahead else None)
 
     return Replica(
         model,
         optimizer(model.parameters()),
         synchronize=_gradient_completion(model, shared),
-        whole_parameters=whole_parameters,
+        gather_parameters=gather_parameters,
         buckets=getattr(model, "buckets", ()),
         scaler_class=ShardedGradScaler,
         wait_for_gathers=getattr(model, "wait_for_gathers", None),
@@ -134,7 +132,6 @@ def torch_tensor(workload: ParallelWorkload, device: torch.device, optimizer: Op
     return Replica(
         model,
         optimizer([{"params": group} for group in groups if group]),
-        whole_parameters=lambda: full_tensors(model),
         around=loss_parallel,  # It replaces the operators of torch's own cross entropy, of (tokens, vocabulary).
         loss=lambda logits, targets: F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten()),
     )
@@ -274,7 +271,7 @@ def context_parallel(workload: ParallelWorkload, device: torch.device, optimizer
     plain = build_plain_model(workload, device, attention)
     give_positions(plain, positions)
     if not record.communicates:  # The step that others are compared with: without communication.
-        return replica_of_torch(plain, optimizer(plain.parameters()), **of_this_rank)
+        return Replica(plain, optimizer(plain.parameters()), **of_this_rank)
     return averaging_replica(plain, optimizer, **of_this_rank)
 
 
