@@ -270,7 +270,6 @@ def xxl(
     y: Annotated[int, setting(help="Devices for TP, Y.", min=1)] = 4,
     m_x: Annotated[int, setting(help="Axes of links for FSDP, M_X.", min=1)] = 2,
     m_y: Annotated[int, setting(help="Axes of links for TP, M_Y.", min=1)] = 1,
-    devices: Annotated[int | None, setting(help="All devices: checks that X Y is that.")] = None,
     output: OutputOptions = OutputOptions(),
 ) -> None:
     """Derive memory, sharding and batch of a stack of feed-forward layers too large for any device; the handout's XXL.
@@ -282,8 +281,6 @@ def xxl(
     from cs336sys.commands.account.communication_tables import xxl_tables
 
     mesh = TpuMesh(x, y, m_x, m_y, flops, bandwidth)
-    if devices not in (None, x * y):
-        raise UsageError(f"--x {x} and --y {y} multiply to {x * y}, not to --devices {devices}")
     output.check()
     stack = FeedForwardStack(d_model, d_ff, num_blocks)
     tables = xxl_tables(stack, tokens, gpu_gb * 1e9, device_gb * 1e9, mesh, weight_copies=weight_copies)
