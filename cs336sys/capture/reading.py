@@ -132,12 +132,15 @@ def read_captures(paths: Sequence[Path], step: str | None = None) -> AnalysedCap
         except UsageError as error:
             raise UsageError(f"{path}: {error}") from error
         gpus += [_GpuCapture(path, capture, timeline, len(file_timelines)) for timeline in file_timelines]
-    rank_of_file, notes = _ranks_of_files({gpu.path: gpu.capture.rank for gpu in gpus})
+    world = _world_size(gpus)
+    rank_of_file, notes = _ranks_of_files({gpu.path: gpu.capture.rank for gpu in gpus}, world)
     gpus.sort(key=lambda gpu: (rank_of_file[gpu.path], gpu.timeline.gpu[0]))
     gpu_timelines = tuple(gpu.timeline for gpu in gpus)
     ranks = None
     if len(gpus) > 1:
-        ranks = match_ranks(gpu_timelines, _missing_ranks(gpus, rank_of_file, is_order=_RANKS_BY_ORDER in notes))
+        # One file may hold the GPUs of all ranks.
+        missing = _missing_ranks(set(rank_of_file.values()), world, notes) if len(rank_of_file) > 1 else ""
+        ranks = match_ranks(gpu_timelines, missing)
         if ranks is None:
             notes += (say_capture("no collectives"),)
     analyses = []
@@ -154,10 +157,11 @@ def read_captures(paths: Sequence[Path], step: str | None = None) -> AnalysedCap
     return AnalysedCaptures(tuple(analyses), gpu_timelines, gpus[0].capture, ranks, notes)
 
 
+_RANKS_BY_NAME = "ranks by the names of the files"
 _RANKS_BY_ORDER = "the files do not say their ranks, which are their order here"
 
 
-def _ranks_of_files(recorded_ranks: Mapping[Path, int | None]) -> tuple[dict[Path, int], tuple[str, ...]]:
+def _ranks_of_files(recorded_ranks: Mapping[Path, int | None], world: int) -> tuple[dict[Path, int], tuple[str, ...]]:
     """Return the rank of each file, and notes on how they were told apart.
 
     Where a file has recorded none, or two the same, the names of files and folders decide (``rank3``). Where these do
@@ -171,8 +175,10 @@ def _ranks_of_files(recorded_ranks: Mapping[Path, int | None]) -> tuple[dict[Pat
         numbers = [re.findall(r"rank[-_ .=]?(\d+)", name, re.IGNORECASE) for name in names]
         ranks_in_names = [max(map(int, of_name)) for of_name in numbers if of_name]  # A local rank is no larger.
         if len(set(ranks_in_names)) == len(recorded_ranks):
-            return dict(zip(recorded_ranks, ranks_in_names, strict=True)), ("ranks by the names of the files",)
+            return dict(zip(recorded_ranks, ranks_in_names, strict=True)), (_RANKS_BY_NAME,)
     if len(ranks) < len(recorded_ranks):
+        if numbers_in_names := _distinct_numbers(names, world):
+            return dict(zip(recorded_ranks, numbers_in_names, strict=True)), (_RANKS_BY_NAME,)
         return {path: place for place, path in enumerate(recorded_ranks)}, (_RANKS_BY_ORDER,)
     repeated_rank = next(rank for rank in ranks if ranks.count(rank) > 1)
     files = " and ".join(str(path) for path, rank in recorded_ranks.items() if rank == repeated_rank)
@@ -192,11 +198,25 @@ def _labels(gpus: Sequence[_GpuCapture], rank_of_file: Mapping[Path, int]) -> li
     return names if len(gpus) > 1 else [""]
 
 
-def _missing_ranks(gpus: Sequence[_GpuCapture], rank_of_file: Mapping[Path, int], *, is_order: bool) -> str:
-    """Name the ranks that have no file, or say how many if ranks are just the files' order; "" for none."""
-    if len(rank_of_file) == 1:  # One file may hold the GPUs of all ranks.
-        return ""
-    # By any file's world size, any group's size, and the ranks that groups list.
+def _distinct_numbers(names: Sequence[str], world: int) -> tuple[int, ...]:
+    """Return the numbers that alone tell names apart if they are ranks of the world (``TP-0``, ``TP-2``), else none."""
+    zeros = (0,) * len(names)
+    # Coordinates of a grid (``dp1-tp0``) are columns, too: unless all others are 0, none of them is the rank.
+    columns, coordinates = (
+        {tuple(map(int, column)) for column in zip(*map(number.findall, names), strict=False)}
+        for number in (re.compile(r"\d+"), re.compile(r"(?<![a-z])[cdept]p[-_ .=]?(\d+)", re.IGNORECASE))
+    )
+    varying = {column for column in columns if len(set(column)) > 1}
+    is_alike = len({re.sub(r"\d+", "0", name) for name in names}) == 1
+    if not is_alike or len(varying) != 1 or coordinates - varying - {zeros}:
+        return ()
+    (column,) = varying
+    is_rank = len(set(column)) == len(names) and (max(column) < world or (not world and column in coordinates))
+    return column if is_rank else ()
+
+
+def _world_size(gpus: Sequence[_GpuCapture]) -> int:
+    """Return the world size by any file's, any group's size, and the ranks that groups list; 0 if none is recorded."""
     world_sizes = [gpu.capture.ranks for gpu in gpus]
     for gpu in gpus:
         records = gpu.timeline.collective_records
@@ -205,15 +225,15 @@ def _missing_ranks(gpus: Sequence[_GpuCapture], rank_of_file: Mapping[Path, int]
         for group in {record.group for record in records if "..." not in record.group}:
             listed = re.search(r"\[[\d, ]*\]", group)
             world_sizes += [int(rank) + 1 for rank in re.findall(r"\d{1,9}", listed[0] if listed else "")]
-    world, ranks = max(world_sizes), set(rank_of_file.values())
-    if is_order:
-        return f"{world - len(ranks)} of {world} ranks have no file" if len(ranks) < world else ""
-    # A damaged file may name any number. A gap between ranks shows even where no size is recorded.
-    missing = sorted({*range(min(world, 100_000)), *range(min(ranks), min(max(ranks), 100_000))} - ranks)
-    world = max(world, max(ranks) + 1)
-    if not missing:
-        return ""
-    if len(missing) > 8:
-        return f"{len(missing)} of {world} ranks have no file"
-    noun, verb = ("rank", "has") if len(missing) == 1 else ("ranks", "have")
-    return f"{noun} {', '.join(map(str, missing))} of {world} {verb} no file"
+    return max(world_sizes)
+
+
+def _missing_ranks(ranks: set[int], world: int, notes: Sequence[str]) -> str:
+    """Name the ranks that have no file, or say how many if ranks are just the files' order; "" for none."""
+    if _RANKS_BY_ORDER in notes:
+        count, missing = max(world - len(ranks), 0), []
+    else:
+        # A damaged file may name any number. A gap between ranks shows even where no size is recorded.
+        missing = sorted({*range(min(world, 100_000)), *range(min(ranks), min(max(ranks), 100_000))} - ranks)
+        count, world = len(missing), max(world, max(ranks) + 1)
+    return say_capture("missing ranks", count=count, world=world, ranks=missing[:9]) if count else ""

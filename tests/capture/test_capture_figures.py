@@ -192,7 +192,8 @@ def missing_ranks(named, worlds, groups=(), is_order=False):
         SimpleNamespace(capture=SimpleNamespace(ranks=world), timeline=SimpleNamespace(collective_records=records))
         for world in worlds
     ]
-    return reading._missing_ranks(gpus, dict(enumerate(named)), is_order=is_order)
+    notes = (reading._RANKS_BY_ORDER,) if is_order else ()
+    return reading._missing_ranks(set(named), reading._world_size(gpus), notes)
 
 
 # The order of columns in figures.txt, where it is not that of the fields.
