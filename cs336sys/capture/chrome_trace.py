@@ -54,7 +54,7 @@ def load_trace(path: Path) -> Capture:
     with _open_decompressed(path) as binary:
         buffered = io.BufferedReader(binary)
         encoding = "utf-16" if buffered.peek(2)[:2] in UTF16_MARKS else "utf-8-sig"
-        events = _Events(io.TextIOWrapper(buffered, encoding=encoding, errors="replace"))
+        events = _Events(io.TextIOWrapper(buffered, encoding=encoding, errors="replace"), binary)
         for event in events:
             try:
                 loader.add(event)
@@ -75,12 +75,25 @@ def load_trace(path: Path) -> Capture:
     )
 
 
+class _GzipStream(gzip.GzipFile):
+    """A gzip stream; one that is cut ends behind its whole part, of which a read returns all that it has decoded."""
+
+    is_cut = False
+
+    def read(self, size: int | None = -1) -> bytes:
+        try:
+            return self.read1(size or -1)
+        except EOFError:
+            self.is_cut = True
+            return b""
+
+
 def _open_decompressed(path: Path) -> Any:
     """Open the trace's bytes: those of a plain file, of a gzip stream, or of the only file in a zip archive."""
     with path.open("rb") as binary:
         magic = binary.read(4)
     if magic.startswith(GZIP_MAGIC):
-        return gzip.open(path)
+        return _GzipStream(path)
     if not magic.startswith(ZIP_MAGIC):
         return path.open("rb", buffering=0)
     archive = zipfile.ZipFile(path)
@@ -343,8 +356,8 @@ class _Events:
         is_cut: the file ends within an event or within the list, which may lack its "]" where the file is the list.
     """
 
-    def __init__(self, stream: TextIO):
-        self._stream = stream
+    def __init__(self, stream: TextIO, binary: Any):
+        self._stream, self._binary = stream, binary
         self._outside_events = ""
         self._deadline = time.process_time() + captures.READING_S
         self.unreadable = 0
@@ -378,7 +391,8 @@ class _Events:
                     if position >= len(text):
                         text, position = self._read(_CHUNK_CHARACTERS), 0
                         if not text:
-                            self.is_cut |= not self._is_array  # The format lets a list end without its bracket.
+                            # The format lets a list end without its bracket.
+                            self.is_cut |= not self._is_array or getattr(self._binary, "is_cut", False)
                             break
                     continue
             count += 1

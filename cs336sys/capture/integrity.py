@@ -150,20 +150,16 @@ def _match_launches(capture: Capture, sentences: list[str]) -> Times:
     is_ambiguous = np.isin(work_keys, work_keys[(launch_count > 1) & (~is_paired | is_early)])
     launch = np.full(len(work), -1)
     launch[works] = np.where(is_ambiguous, -1, call)
-    is_contested = _is_contested(capture, launch)
+    # Nobody knows whose the launch of a single kernel is that several name.
+    users = np.bincount(launch[launch >= 0], minlength=len(calls))
+    is_shared = capture.is_named(calls.name, _SINGLE_LAUNCH.search) & (users > 1)
+    is_contested = np.append(is_shared, False)[launch]
     launch[is_contested] = -1
     if reused := len(np.unique(work_keys[(launch_count > 1) & ~is_ambiguous])):
         sentences.append(say_capture("reused numbers", count=reused))
     if ambiguous := int(is_ambiguous.sum() + is_contested.sum()):
         sentences.append(say_capture("ambiguous numbers", count=ambiguous))
     return launch
-
-
-def _is_contested(capture: Capture, launch: Times) -> Flags:
-    """Find work that names the same launch of a single kernel as other work: nobody knows whose it is."""
-    users = np.bincount(launch[launch >= 0], minlength=len(capture.calls))
-    is_shared = capture.is_named(capture.calls.name, _SINGLE_LAUNCH.search) & (users > 1)
-    return np.append(is_shared, False)[launch]
 
 
 def _begins_early(capture: Capture) -> Flags:
@@ -264,7 +260,7 @@ def _lost_launches(capture: Capture, left_out: int, sentences: list[str]) -> Tim
     uncertain = np.unique(capture.work.correlation[capture.launch < 0])
     lost = lost[~np.isin(calls.correlation[lost], uncertain)]
     if (count := len(lost) - left_out) > 0:
-        sentences.append(say_capture("lost kernels", count=count, total=int(is_launch.sum())))
+        sentences.append(say_capture("lost kernels", count=count, total=int(is_launch.sum()), is_cut=capture.is_cut))
     return np.column_stack((calls.process[lost], calls.start[lost]))
 
 
@@ -278,5 +274,5 @@ def _lost_work(capture: Capture, sentences: list[str]) -> Times:
         # Work before the first that has a launch may have been launched before the capture began.
         is_lost |= of_process & ~has_launch & (work.start > work.start[of_process & has_launch].min())
     if is_lost.any():
-        sentences.append(say_capture("lost launches", count=int(is_lost.sum()), total=len(work)))
+        sentences.append(say_capture("lost launches", count=int(is_lost.sum()), total=len(work), is_cut=capture.is_cut))
     return np.column_stack((work.process, work.start))[is_lost]

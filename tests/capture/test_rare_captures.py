@@ -311,6 +311,23 @@ def test_a_zipped_trace_is_read(tmp_path):
         open_capture(path)
 
 
+@pytest.mark.parametrize(
+    ("document", "share", "lacks"),
+    [
+        ({"traceEvents": whole_events()}, 0.5, ["The file ends within its events", "1 event left out"]),
+        (whole_events(), 0.5, ["The file ends within its events", "1 event left out"]),
+        ({"traceEvents": whole_events()}, 0.9999, []),  # Of the stream's own last bytes.
+    ],
+)
+def test_a_cut_compressed_trace_is_read_as_a_cut_plain_one(tmp_path, document, share, lacks):
+    path, content = tmp_path / "t.json.gz", gzip.compress(json.dumps(document).encode())
+    path.write_bytes(content[: int(share * len(content))])
+    (analysis,) = read_captures([path]).analyses
+    assert [sentence[: len(start)] for sentence, start in zip(analysis.damage, lacks, strict=False)] == lacks
+    assert not re.search("the profiler lost", " ".join(analysis.damage))  # What lies behind the cut is not its fault.
+    assert len(analysis.step_ms) == (STEPS if not lacks else pytest.approx(STEPS * share, abs=1))
+
+
 def test_an_export_of_nsys_is_checked_alike(tmp_path):
     report = NsysReport(tmp_path / "r.sqlite")
     report.range("forward", 0, 2000)
