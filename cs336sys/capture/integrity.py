@@ -259,7 +259,9 @@ def _lost_launches(capture: Capture, left_out: int, sentences: list[str]) -> Tim
     # The launch of work with a shared launch number is unknown, not lost.
     uncertain = np.unique(capture.work.correlation[capture.launch < 0])
     lost = lost[~np.isin(calls.correlation[lost], uncertain)]
-    if (count := len(lost) - left_out) > 0:
+    if unnumbered := int((capture.work.correlation < 0).sum()):  # Some of the launches are theirs.
+        sentences.append(say_capture("unnumbered work", count=unnumbered, total=len(capture.work)))
+    if (count := len(lost) - left_out - unnumbered) > 0:
         sentences.append(say_capture("lost kernels", count=count, total=int(is_launch.sum()), is_cut=capture.is_cut))
     return np.column_stack((calls.process[lost], calls.start[lost]))
 
@@ -273,6 +275,6 @@ def _lost_work(capture: Capture, sentences: list[str]) -> Times:
         of_process = work.process == process
         # Work before the first that has a launch may have been launched before the capture began.
         is_lost |= of_process & ~has_launch & (work.start > work.start[of_process & has_launch].min())
-    if is_lost.any():
-        sentences.append(say_capture("lost launches", count=int(is_lost.sum()), total=len(work), is_cut=capture.is_cut))
+    if count := int((is_lost & (work.correlation >= 0)).sum()):  # Of the others their numbers are missing.
+        sentences.append(say_capture("lost launches", count=count, total=len(work), is_cut=capture.is_cut))
     return np.column_stack((work.process, work.start))[is_lost]

@@ -249,7 +249,7 @@ DAMAGE = {
     "overlap": (lambda e: change(kernels(e)[70:71], dur=lambda dur: 4 * dur), "1 of 192 kernels and copies overlap"),
     "text": (lambda e: change(kernels(e)[70:71], ts="now"), "1 event left out"),
     "numbers wrap": (lambda e: renumber(kernels(e) + launches(e), lambda n: n % 24), "Launch numbers are not unique"),
-    "numbers lost": (lambda e: renumber(sampled(kernels(e)), lambda n: None), "9 of 192 launches have no kernel"),
+    "numbers lost": (lambda e: renumber(sampled(kernels(e)), lambda n: None), "Launch numbers are missing: 9 of 192 k"),
     "recorded twice": (lambda e: e.extend([dict(k) for k in kernels(e)[:50]]), "50 of 242 kernels and copies are rec"),
     "before launches": (lambda e: change(kernels(e), ts=lambda ts: ts - 5000), "192 of 192 kernels and copies begin"),
     "one before its launch": (
@@ -344,3 +344,15 @@ def test_an_export_of_nsys_is_checked_alike(tmp_path):
     )
     assert not profile.is_idle_known
     assert "Idle time cannot be told" in verdict(read_captures([path]).analyses)[-1]
+
+
+def test_an_export_without_launch_numbers_lost_no_kernels(tmp_path):
+    report = NsysReport(tmp_path / "r.sqlite")
+    for number in range(10):
+        report.kernel("gemm", 10 * number, 100 + 100 * number, 190 + 100 * number)
+    report.database.execute("UPDATE CUPTI_ACTIVITY_KIND_KERNEL SET correlationId = NULL")
+    (analysis,) = read_captures([report.write()]).analyses
+    assert not analysis.is_idle_known
+    assert analysis.damage == (
+        "Launch numbers are missing: 10 of 10 kernels and copies do not say what launched them.",
+    )
