@@ -49,6 +49,10 @@ _ELEMENT_BYTES = {
 say_capture = partial(sentence, __package__, number="{:,.0f}".format)
 
 
+class ForeignFileError(UsageError):
+    """A file is of another program than a profiler."""
+
+
 def collective_kind(name: str) -> str:
     """Return the kind of a collective by torch's name for it, Gloo's, or that of NCCL's kernel."""
     letters = name.replace("_", "").lower()

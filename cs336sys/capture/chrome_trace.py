@@ -141,13 +141,16 @@ class _Loader:
         self.collective_of_operator: dict[int, int] = {}
         self.foreign_accelerator = ""
         self.peak_bytes: dict[int, int] = {}
-        self.has_counters = self.is_jax = False  # Why a trace has no work: it holds counters alone, or is JAX's.
+        self.has_events = self.has_counters = self.is_jax = (
+            False  # Why a trace has no work: it holds counters alone, or is JAX's.
+        )
         self.unreadable = 0
         self._open_begins: dict[tuple[Any, Any], list[dict[str, Any]]] = {}  # By process and thread, the inner last.
 
     def add(self, event: dict[str, Any]) -> None:
         """Sort one event by its phase ("ph": X is complete, B and E begin and end) and category."""
         phase = event.get("ph")
+        self.has_events |= phase is not None  # Objects without a phase are of another program.
         if phase in ("B", "E"):
             event = self._join_begin_and_end(event)
         elif phase != "X":
@@ -206,7 +209,8 @@ class _Loader:
             }
             for reason, applies in reasons.items():
                 if applies:  # There are no operations that could replace work, and this is why, if it shows.
-                    raise UsageError(say_capture(reason, category=self.foreign_accelerator, unreadable=unreadable))
+                    refusal = UsageError if self.has_events or unreadable else captures.ForeignFileError
+                    raise refusal(say_capture(reason, category=self.foreign_accelerator, unreadable=unreadable))
             work, calls = _operations_as_work(operations, DeviceWork.of(self.gloo))
             ranges.process[:] = _PROCESS  # As the operations, whose process is not kept.
         # Where the kernel does not describe its collective, the operator that launched it may.
@@ -440,7 +444,7 @@ class _Events:
         while not (list_begin := key.search(text)):
             more = self._read(_CHUNK_CHARACTERS)
             if not more or len(text) > _MOST_EVENT_CHARACTERS:
-                raise UsageError("is no trace of torch.profiler: it has no list of traceEvents")
+                raise captures.ForeignFileError("is no trace of torch.profiler: it has no list of traceEvents")
             text += more
         return text, list_begin.end()
 

@@ -143,7 +143,7 @@ class _Export:
     def capture(self) -> Capture:
         """Return the capture, or raise a UsageError where something that is needed is missing."""
         if _STRINGS not in self._columns:
-            raise UsageError(f"is no export of Nsight Systems: it has no table {_STRINGS}")
+            raise captures.ForeignFileError(f"is no export of Nsight Systems: it has no table {_STRINGS}")
         if self._has_rows(_WHOLE_GRAPHS):
             raise UsageError(say_capture("whole graphs"))
         # Calls give kernels a phase. The sentences name the option of nsys that records what is missing.

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from cs336sys.capture.analysis import Analysis, analyze
-from cs336sys.capture.capture import FILE_BYTES, TOO_SLOW, Capture, say_capture
+from cs336sys.capture.capture import FILE_BYTES, TOO_SLOW, Capture, ForeignFileError, say_capture
 from cs336sys.capture.chrome_trace import GZIP_MAGIC, UTF16_MARKS, ZIP_MAGIC, load_trace
 from cs336sys.capture.integrity import check_capture
 from cs336sys.capture.nsys import REPORT_SUFFIXES, export, load_export
@@ -69,7 +69,7 @@ def open_capture(path: Path, called: str | None = None) -> Capture:
     try:
         return check_capture(load_export(path) if is_database else load_trace(path))
     except UsageError as error:
-        raise UsageError(f"{called} {error}") from error
+        raise type(error)(f"{called} {error}") from error
     except _DAMAGE as error:
         # load_export lets SQLite interrupt itself after READING_S.
         if getattr(error, "sqlite_errorname", None) == "SQLITE_INTERRUPT":
@@ -122,18 +122,27 @@ def read_captures(paths: Sequence[Path], step: str | None = None) -> AnalysedCap
 
     Ranks are those that files name; where they name none or one twice, those of file names (``rank3``), else their
     order. GPUs of one capture are told apart like ranks. ``step``: name of the ranges that are the steps. A UsageError
-    says that a file cannot be read, or that two are of one rank.
+    says that a file cannot be read, or that two are of one rank. Other programs' files in a folder are passed over.
     """
-    gpus = []
+    gpus, passed_over = [], []
     for path in capture_files(paths):
-        capture = open_capture(path)
+        try:
+            capture = open_capture(path)
+        except ForeignFileError as error:
+            if path in paths:
+                raise
+            passed_over.append(error)
+            continue
         try:
             file_timelines = timelines(capture, step)
         except UsageError as error:
             raise UsageError(f"{path}: {error}") from error
         gpus += [_GpuCapture(path, capture, timeline, len(file_timelines)) for timeline in file_timelines]
+    if not gpus:
+        raise passed_over[0]
     world = _world_size(gpus)
     rank_of_file, notes = _ranks_of_files({gpu.path: gpu.capture.rank for gpu in gpus}, world)
+    notes += tuple(f"passed over: {error}" for error in passed_over)
     gpus.sort(key=lambda gpu: (rank_of_file[gpu.path], gpu.timeline.gpu[0]))
     gpu_timelines = tuple(gpu.timeline for gpu in gpus)
     ranks = None

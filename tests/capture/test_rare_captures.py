@@ -356,3 +356,19 @@ def test_an_export_without_launch_numbers_lost_no_kernels(tmp_path):
     assert analysis.damage == (
         "Launch numbers are missing: 10 of 10 kernels and copies do not say what launched them.",
     )
+
+
+def test_a_foreign_file_in_a_folder_is_passed_over(tmp_path):
+    (tmp_path / "config.json").write_text('{"lr": 1}')
+    (tmp_path / "losses.json").write_text('[{"loss": 1}, {"loss": 2}]')
+    with pytest.raises(UsageError, match=r"config\.json is no trace of torch\.profiler: it has no list of traceEvents"):
+        read_captures([tmp_path])
+    for rank in (0, 1):
+        document = {"distributedInfo": {"rank": rank, "world_size": 2}, "traceEvents": whole_events()}
+        (tmp_path / f"t{rank}.json").write_text(json.dumps(document))
+    captures_of_folder = read_captures([tmp_path])
+    assert [analysis.label for analysis in captures_of_folder.analyses] == ["rank 0", "rank 1"]
+    for note, name in zip(captures_of_folder.notes, ("config", "losses"), strict=False):
+        assert note.startswith(f"passed over: {tmp_path}/{name}.json ")
+    with pytest.raises(UsageError, match=r"config\.json is no trace"):
+        read_captures([tmp_path, tmp_path / "config.json"])
