@@ -1,6 +1,8 @@
 """Reading of a profiler's file, of whatever kind it is, and of the files of several ranks."""
 
 import codecs
+import filecmp
+import itertools
 import re
 import sqlite3
 import zipfile
@@ -140,6 +142,9 @@ def read_captures(paths: Sequence[Path], step: str | None = None) -> AnalysedCap
         gpus += [_GpuCapture(path, capture, timeline, len(file_timelines)) for timeline in file_timelines]
     if not gpus:
         raise passed_over[0]
+    for first, second in itertools.combinations(dict.fromkeys(gpu.path for gpu in gpus), 2):
+        if filecmp.cmp(first, second, shallow=False):
+            raise UsageError(f"{first} and {second} are copies of one file, and no two ranks: leave one out")
     world = _world_size(gpus)
     rank_of_file, notes = _ranks_of_files({gpu.path: gpu.capture.rank for gpu in gpus}, world)
     notes += tuple(f"passed over: {error}" for error in passed_over)

@@ -88,7 +88,8 @@ def with_files(function, *texts, **document):
     with TemporaryDirectory() as folder:
         paths = [Path(folder, f"trace_{number}.json") for number in range(len(texts))]
         for path, text in zip(paths, texts, strict=True):
-            path.write_text(json.dumps(document | {"traceEvents": events_of(text)}))
+            # No two files are equal, or they would be copies of one.
+            path.write_text(json.dumps(document | {"traceEvents": events_of(text), "traceName": path.name}))
         try:
             return function(paths)
         except UsageError as error:

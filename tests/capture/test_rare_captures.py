@@ -372,3 +372,12 @@ def test_a_foreign_file_in_a_folder_is_passed_over(tmp_path):
         assert note.startswith(f"passed over: {tmp_path}/{name}.json ")
     with pytest.raises(UsageError, match=r"config\.json is no trace"):
         read_captures([tmp_path, tmp_path / "config.json"])
+
+
+def test_a_copy_of_a_file_is_no_rank(tmp_path):
+    for name in ("rank0", "rank1", "rank1 (copy)", "rank2"):
+        document = {"traceName": name[:5], "traceEvents": whole_events()}
+        (tmp_path / f"{name}.json").write_text(json.dumps(document))
+    copies = r"rank1 \(copy\)\.json and \S+/rank1\.json are copies of one file"
+    with pytest.raises(UsageError, match=copies):
+        read_captures([tmp_path])
