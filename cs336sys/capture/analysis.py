@@ -148,6 +148,7 @@ def _add_gaps(timeline: Timeline, parts: dict[str, Times], busy: Cover) -> None:
         parts[StepPart.LAUNCHING][step] = (gap_ns - loading_ns)[is_launched_late & ~is_synchronizing].sum()
 
 
+_LONG_MEDIANS = 10  # A step of so many times the median is named.
 _MOST_GROUPS = 4000  # Kernels apart by name, module, operator and shape; the smallest beyond these are one group.
 
 
@@ -222,6 +223,13 @@ class Analysis(SavedRecord):
     @property
     def median_step_ms(self) -> float:
         return statistics.median(self.step_ms)
+
+    @property
+    def long_steps(self) -> list[tuple[int, float]]:
+        """Return number and ms of the steps that take far longer than the median, at most half of them."""
+        numbers = self.step_numbers or range(len(self.step_ms))
+        least_ms = _LONG_MEDIANS * self.median_step_ms
+        return [(number, ms) for number, ms in zip(numbers, self.step_ms, strict=True) if ms >= least_ms]
 
     def share(self, part: str) -> float:
         """Return the share, 0 to 1, of a part in the middle half of the steps by length: a long one decides nothing."""

@@ -233,10 +233,10 @@ def renumber(rows, number):
         row["args"]["correlation"] = number(row["args"]["correlation"])
 
 
-def pause(events):
-    begin = next(event["ts"] for event in events if event["name"] == "ProfilerStep#5")
-    change([event for event in events if event.get("ts", 0) > begin], ts=lambda ts: ts + 4e5)
-    change([event for event in events if event.get("ts", 0) == begin], dur=lambda dur: dur + 4e5)
+def pause(events, us=4e5, step=5):
+    begin = next(event["ts"] for event in events if event["name"] == f"ProfilerStep#{step}")
+    change([event for event in events if event.get("ts", 0) > begin], ts=lambda ts: ts + us)
+    change([event for event in events if event.get("ts", 0) == begin], dur=lambda dur: dur + us)
 
 
 # What is done to a whole capture, and how its verdict begins.
@@ -298,6 +298,24 @@ def test_damage_is_said_first_and_decides_nothing(tmp_path, truth, name):
         assert not re.search(r"waits for the GPU|for the CPU|between kernels", " ".join(sentences))
     else:
         assert "Idle time cannot be told" in sentences[-1]
+
+
+@pytest.mark.parametrize(
+    ("pauses", "clause"),
+    [
+        ({2: 7e4}, r"takes 1\.4\d\d ms \(step 2: 71\.4\d ms, 49 times as long\)\."),
+        ({2: 7e4, 5: 2e4}, r"\(step 2: 71\.4\d ms, 49 times as long; step 5: 21\.4\d ms, 15 times as long\)\."),
+        ({2: 7e3}, r"takes 1\.4\d\d ms\."),
+        (dict.fromkeys(range(5), 7e4), r"takes 71\.4\d ms\."),
+    ],
+)
+def test_a_step_that_is_far_longer_is_named(tmp_path, pauses, clause):
+    events = whole_events()
+    for step, us in pauses.items():
+        pause(events, us, step)
+    analysis, (sentence, *_) = read_events(tmp_path / "t.json", events)
+    assert len(analysis.step_ms) == STEPS
+    assert re.search(clause, sentence)
 
 
 def test_a_zipped_trace_is_read(tmp_path):
