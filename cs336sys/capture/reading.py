@@ -161,13 +161,11 @@ def read_captures(paths: Sequence[Path], step: str | None = None) -> AnalysedCap
     named_parts = 1 if len({path.name for path in rank_of_file}) == len(rank_of_file) else 2  # With its folder's name.
     for place, (gpu, label) in enumerate(zip(gpus, _labels(gpus, rank_of_file), strict=True)):
         file = "/".join(gpu.path.parts[-named_parts:])
-        if ranks is None:
-            analyses.append(analyze(gpu.capture, gpu.timeline, file, label))
-            continue
-        waiting_ns = None if ranks.matching.why_no_waits else ranks.waiting_ns[place]
-        analysis = analyze(gpu.capture, gpu.timeline, file, label, waiting_ns, ranks=len(gpus))
+        waiting_ns = None if ranks is None or ranks.matching.why_no_waits else ranks.waiting_ns[place]
+        analysis = analyze(gpu.capture, gpu.timeline, file, label, waiting_ns, ranks=-1 if ranks is None else len(gpus))
         # By the numbers of match_ranks: equal ones are one step on all ranks.
-        analyses.append(replace(analysis, step_numbers=ranks.step_numbers[place]))
+        numbers = analysis.step_numbers if ranks is None else ranks.step_numbers[place]
+        analyses.append(replace(analysis, step_numbers=numbers))
     return AnalysedCaptures(tuple(analyses), gpu_timelines, gpus[0].capture, ranks, notes)
 
 
@@ -220,12 +218,13 @@ def _distinct_numbers(names: Sequence[str], world: int) -> tuple[int, ...]:
         {tuple(map(int, column)) for column in zip(*map(number.findall, names), strict=False)}
         for number in (re.compile(r"\d+"), re.compile(r"(?<![a-z])[cdept]p[-_ .=]?(\d+)", re.IGNORECASE))
     )
-    varying = {column for column in columns if len(set(column)) > 1}
+    # Times and processes are beyond the world size.
+    varying = {column for column in columns if len(set(column)) > 1 and (max(column) < world or not world)}
     is_alike = len({re.sub(r"\d+", "0", name) for name in names}) == 1
     if not is_alike or len(varying) != 1 or coordinates - varying - {zeros}:
         return ()
     (column,) = varying
-    is_rank = len(set(column)) == len(names) and (max(column) < world or (not world and column in coordinates))
+    is_rank = len(set(column)) == len(names) and (world > 0 or column in coordinates)
     return column if is_rank else ()
 
 
