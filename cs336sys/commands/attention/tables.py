@@ -256,12 +256,10 @@ def plot_attn(cells: Sequence[Cell], path: Path) -> None:
             if cell.status == "oom":
                 color = f"C{shapes.index(_shape_in_words(cell))}"
                 drawing.plot(*point, "x", color=color, markersize=9, markeredgewidth=2, zorder=3)
-        lines = _points_by_line(cells, measured)
-        for (shape, implementation), points in lines.items():
+        for (shape, implementation), points in _points_by_line(cells, measured).items():
             style = _LINES[implementations.index(implementation) % len(_LINES)]
             color = f"C{shapes.index(shape)}"
             drawing.plot(*zip(*points, strict=True), style, color=color, marker="o", markersize=4)
-        _draw_square_law(drawing, [point for points in lines.values() for point in points])
         drawing.set_title(title, fontsize=10, loc="left")
         drawing.set_xscale("log", base=2)
         drawing.set_yscale("log")
@@ -275,7 +273,6 @@ def plot_attn(cells: Sequence[Cell], path: Path) -> None:
         Line2D([], [], linestyle=_LINES[number % len(_LINES)], color="black", marker="o", markersize=4, label=name)
         for number, name in enumerate(implementations)
     ]
-    handles.append(Line2D([], [], color="0.6", linewidth=5, alpha=0.4, label="grows with\ncontext squared"))
     handles.append(Line2D([], [], linestyle="", marker="+", color="black", markersize=9, label="predicted\nfor eager"))
     if any(cell.status == "oom" for cell in cells):
         label = "out of memory,\nat its prediction"
@@ -295,19 +292,6 @@ def _points_by_line(
             key = (_shape_in_words(cell), cell.configuration["implementation"])
             series.setdefault(key, []).append((cell.configuration["context"], y))
     return {key: sorted(points) for key, points in series.items()}
-
-
-def _draw_square_law(drawing: Axes, points: Sequence[tuple[int, float]]) -> None:
-    """Draw a broad line of growth with the context's square, from the least value at the longest context downwards."""
-    if not points:
-        return
-    longest = max(context for context, _ in points)
-    least_at_longest = min(value for context, value in points if context == longest)
-    lowest = min(value for _, value in points)
-    # The line ends at the shortest context, or where it would fall below all values.
-    shortest = max(min(context for context, _ in points), longest * (lowest / least_at_longest) ** 0.5)
-    ends = [(context, least_at_longest * (context / longest) ** 2) for context in (shortest, longest)]
-    drawing.plot(*zip(*ends, strict=True), color="0.6", linewidth=7, alpha=0.4, zorder=1)
 
 
 def _shape_in_words(cell: Cell) -> str:
