@@ -1,6 +1,5 @@
 """The tables and pictures of ``account buckets``, ``parallel``, ``xxl`` and ``scaling``: what several devices need."""
 
-import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -15,7 +14,6 @@ from cs336sys.accounting.parallelism import PARALLELISMS, PASSES, TP_BACKWARD, L
 from cs336sys.accounting.scaling import SimulatedStep, Simulation
 from cs336sys.accounting.sharding.partition import Mesh
 from cs336sys.accounting.xxl import FeedForwardStack, TpuMesh, batch_answers, memory_answers
-from cs336sys.errors import UsageError
 from cs336sys.tables.numbers import Value
 from cs336sys.tables.outputs import Axes, new_axes, write_figure
 from cs336sys.tables.predictions import answers_table
@@ -236,27 +234,27 @@ def scaling_table(simulated: Sequence[Simulated], simulation: Simulation, notes:
     return Table("scaling", f"{title}, {simulation.dtypes.text}", _COLUMNS, rows, [*notes, *assumptions])
 
 
-def plot_simulated_scaling(simulated: Simulated, simulation: Simulation, path: Path) -> None:
-    """Draw tokens/s of a device over the devices, by strategy and by the fastest mesh, above a rank's memory."""
+def plot_simulated_scaling(simulated: Mapping[str, Simulated], simulation: Simulation, path: Path) -> None:
+    """Draw tokens/s of a device over the devices, above a rank's memory, with a curve for each kind of mesh by name."""
     size, capacity = simulation.size, simulation.cluster.memory_bytes
-    scalings = list(dict.fromkeys(scaling for scaling, _ in simulated))
+    scalings = dict.fromkeys(scaling for of_mesh in simulated.values() for scaling, _ in of_mesh)
     figure, axes = new_axes(1 + 5.5 * len(scalings), 7.5, rows=2, columns=len(scalings), sharex="col")
-    for column, scaling in enumerate(scalings):
-        pairs = [(count, pair) for (name, count), pair in simulated.items() if name == scaling and pair is not None]
-        steps = {count: fastest_that_fits for count, (fastest_that_fits, _at_once) in pairs}
-        rates, memories = axes[0, column], axes[1, column]
-        for name, curve in _scaling_curves(steps, simulation).items():
-            style = {"marker": "o", "color": "black"} if name == "fastest that fits" else {"marker": ".", "alpha": 0.8}
-            tokens = [step.batch_size * size.context / step.step_s / count for count, step in curve.items()]
-            rates.plot(list(curve), tokens, label=name, **style)
-            memories.plot(list(curve), [step.memory_gib for step in curve.values()], label=name, **style)
+    for (rates, memories), scaling in zip(axes.T, scalings, strict=True):
+        for name, of_mesh in simulated.items():
+            steps = {count: pair[0] for (kind, count), pair in of_mesh.items() if kind == scaling and pair is not None}
+            style = {"marker": "o", "color": "black"} if name == "any" else {"marker": ".", "alpha": 0.8}
+            tokens = [step.batch_size * size.context / step.step_s / count for count, step in steps.items()]
+            label = "fastest that fits" if name == "any" else name
+            rates.plot(list(steps), tokens, label=label, **style)
+            memories.plot(list(steps), [step.memory_gib for step in steps.values()], label=label, **style)
         one_device = size.context / simulation.device.sequence_s
         rates.axhline(one_device, linestyle=":", color="grey", label="one device, passes alone")
         memories.axhline(capacity / GIB, linestyle=":", color="grey", label="a device's memory")
         rates.set_title(f"{scaling} scaling")
+        counts = dict.fromkeys(count for of_mesh in simulated.values() for _, count in of_mesh)
         for drawing in (rates, memories):
             drawing.set_xscale("log", base=2)
-            drawing.set_xticks(list(steps), [str(count) for count in steps])
+            drawing.set_xticks(list(counts), [str(count) for count in counts])
             drawing.grid(alpha=0.3)
             drawing.legend(fontsize=7)
         rates.set_ylim(bottom=0)
@@ -266,19 +264,3 @@ def plot_simulated_scaling(simulated: Simulated, simulation: Simulation, path: P
     title = f"{size.name}, context {size.context}, {simulation.dtypes.text}: a simulation"
     figure.suptitle(title, fontsize=10)
     write_figure(figure, path)
-
-
-def _scaling_curves(steps: Mapping[int, SimulatedStep], simulation: Simulation) -> dict[str, dict[int, SimulatedStep]]:
-    """Return, by name, steps by number of devices: the fastest that fits, and single strategies where they can."""
-    # The fewest devices that share layers, and the most.
-    widths = [tp for tp in (2, simulation.cluster.node_devices) if tp > 1]
-    curves: dict[str, dict[int, SimulatedStep]] = {"fastest that fits": dict(steps), "ddp": {}, "fsdp": {}}
-    curves |= {f"fsdp, tp={tp}": {} for tp in widths}
-    for count, step in steps.items():
-        meshes = {"ddp": Mesh(ddp=count), "fsdp": Mesh(fsdp=count)}
-        meshes |= {f"fsdp, tp={tp}": Mesh(fsdp=count // tp, tp=tp) for tp in widths if count % tp == 0}
-        for name, mesh in meshes.items():
-            # A mesh may not divide the batch or the heads.
-            with contextlib.suppress(UsageError):
-                curves[name][count] = simulation.with_batch(step.batch_size).with_least_accumulation(mesh)
-    return {name: curve for name, curve in curves.items() if curve}

@@ -336,8 +336,6 @@ def scaling(
 
     model = choose_size(size, context=context)
     scalings = _scalings(ctx, scaling, {"strong": batch_size, "weak": device_batch_size})
-    if plot is not None and "any" not in mesh:
-        raise UsageError(f"--plot {plot} compares the fastest mesh with others: add --mesh any")
     output.check(plot=plot)
     cells = read_measured(measured)
     dtypes = Dtypes(precision, gradient_dtype, state_dtype)
@@ -345,10 +343,12 @@ def scaling(
     limit_bytes = read_memory_limit(memory_limit)
     cluster, cluster_notes = simulated_cluster(cells, bandwidth, node_bandwidth, node_size, limit_bytes)
     simulation = Simulation(model, dtypes, cluster, time, checkpoint)
-    simulated = [simulate_scaling(simulation, scalings, devices, None if kind == "any" else kind) for kind in mesh]
-    output.emit([scaling_table(simulated, simulation, [time_note, *cluster_notes])])
+    simulated = {
+        kind: simulate_scaling(simulation, scalings, devices, None if kind == "any" else kind) for kind in mesh
+    }
+    output.emit([scaling_table(list(simulated.values()), simulation, [time_note, *cluster_notes])])
     if plot is not None:
-        plot_simulated_scaling(simulated[mesh.index("any")], simulation, plot)
+        plot_simulated_scaling(simulated, simulation, plot)
 
 
 def _scalings(ctx: typer.Context, scaling: list[str], batches: dict[str, int]) -> dict[str, int]:
