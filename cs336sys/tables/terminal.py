@@ -21,7 +21,7 @@ def print_tables(tables: Sequence[Table], console: Console) -> None:
 
     One too wide gets its headers stacked and its text columns wrapped; then what all rows have in common goes into the
     title; then it is turned, so that rows become columns; then it is split into tables of some of the columns each,
-    with those that tell rows apart in all of them. Where not even one column fits next to these, each row is a record.
+    with the keys in all of them. Where not even one column fits next to these, each row is a record.
     """
     for number, table in enumerate(tables):
         if number:
@@ -96,10 +96,7 @@ def _without_common(grid: Grid) -> tuple[Grid, list[str]]:
 
 
 def _split(grid: Grid, console: Console) -> Iterator[RichTable]:
-    """Yield tables of the keys and as many other columns as fit; nothing where not even one fits.
-
-    The first table has all keys, the others those alone that it takes to tell the rows apart.
-    """
+    """Yield tables of the keys and as many other columns as fit; nothing where not even one fits."""
     keys, others = list(range(grid.key_columns)), list(range(grid.key_columns, len(grid.headers)))
     while others:
         fitting: list[RichTable] = []
@@ -112,22 +109,6 @@ def _split(grid: Grid, console: Console) -> Iterator[RichTable]:
             return
         yield fitting[-1]
         others = others[len(fitting) :]
-        keys = _distinguishing_keys(grid)
-
-
-def _distinguishing_keys(grid: Grid) -> list[int]:
-    """Return the keys without those that follow from the others, as the parameters from the size."""
-
-    def distinct_rows(keys: Sequence[int]) -> int:
-        return len({tuple(row[index] for index in keys) for row in grid.rows})
-
-    keys = list(range(grid.key_columns))
-    # From the last, because a key follows from those before it.
-    for index in reversed(range(grid.key_columns)):
-        fewer_keys = [key for key in keys if key != index]
-        if distinct_rows(fewer_keys) == distinct_rows(keys):
-            keys = fewer_keys
-    return keys
 
 
 def _drawing(headers: Sequence[str], grid: Grid) -> RichTable:
