@@ -15,15 +15,12 @@ from cs336sys.tables.table import Column, Table, fill_row, named_columns
 _COLUMNS = (
     Column("question", "question", value=lambda answer: answer.question or None),
     Column("quantity", "quantity", value=lambda answer: answer.quantity),
-    Column("value", "value", "value", exact="exact", kind="kind"),
+    Column("value", "value", "value", exact="exact"),
     Column("unit", "unit"),
     Column("derivation", "derivation", value=lambda answer: answer.derivation(format_operand)),
     Column("reason", "because", value=lambda answer: answer.reason or None),
     Column("source", "source", value=lambda answer: answer.source),
 )
-
-# Units that count the same.
-_KINDS = {"decimal_bytes": "bytes"}
 
 
 def answers_table(name: str, title: str, answers: Sequence[Derived], notes: Sequence[str] = ()) -> Table:
@@ -31,8 +28,7 @@ def answers_table(name: str, title: str, answers: Sequence[Derived], notes: Sequ
     rows: list[dict[str, Value]] = []
     for answer in answers:
         value, unit = in_shown_unit(answer.value, answer.unit)
-        kind = _KINDS.get(answer.unit, answer.unit)
-        rows.append(fill_row(_COLUMNS, answer) | {"value": value, "unit": unit, "exact": answer.value, "kind": kind})
+        rows.append(fill_row(_COLUMNS, answer) | {"value": value, "unit": unit, "exact": answer.value})
     return Table(name, title, _COLUMNS, rows, notes)
 
 

@@ -28,8 +28,7 @@ class Column:
         unit: how numbers are written, see :data:`cs336sys.tables.numbers.UNITS`.
         value: computes the column of what a row stands for, for :func:`fill_row`.
         spread: ``samples`` or ``interval``: programs get a column for each of its statistics, even without any value.
-        exact, kind: where each row has its own unit, the keys under which rows have the number to sort by and its kind
-            (bytes, seconds); rows of one kind are sorted among themselves.
+        exact: where each row has its own unit, the key under which rows have the number to sort by.
         usual: of a setting, the values that titles do not name.
     """
 
@@ -38,7 +37,6 @@ class Column:
     unit: str | None = None
     value: Callable[[Any], Value] | None = None
     exact: str | None = None
-    kind: str | None = None
     spread: str = ""
     usual: Collection[Any] = ()
 
@@ -189,8 +187,7 @@ def select_in_groups(
     Args:
         keys: columns as :func:`select_columns` takes them.
         order: ``step_ms``, or ``-step_ms``: the largest first; tables without this column stay as they are. Samples are
-            sorted by their mean. Rows without a value come last in either order. Where rows have their own units, bytes
-            and seconds, those of one kind are sorted among themselves, and kinds keep their order.
+            sorted by their mean. Rows without a value come last in either order.
 
     Raises:
         UsageError: no table of any group has a name or a column of these.
@@ -238,12 +235,8 @@ def _sorted(table: Table, order: str) -> Table:
     keys_and_rows = [(_sort_key(row.get(column.exact or column.key)), row) for row in table.rows]
     with_value = [(key, row) for key, row in keys_and_rows if key is not None]
     with_value.sort(key=lambda key_and_row: key_and_row[0], reverse=order.startswith("-"))
-    rows = [row for _, row in with_value]
-    # Bytes and seconds cannot be compared: each kind is sorted by itself, in the order of its first row.
-    if (kind := column.kind) is not None:
-        kinds = list(dict.fromkeys(row.get(kind) for row in table.rows))
-        rows.sort(key=lambda row: kinds.index(row.get(kind)))
-    return replace(table, rows=rows + [row for key, row in keys_and_rows if key is None])
+    rows = [*(row for _, row in with_value), *(row for key, row in keys_and_rows if key is None)]
+    return replace(table, rows=rows)
 
 
 def _sort_key(value: Value) -> tuple[bool, float, str] | None:
