@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from run_commands import invoke, shown, tables
 
-from cs336sys.machine.system import Capacity
 from cs336sys.results.model import read_results
 from cs336sys.run import cells as cells_module
 
@@ -184,26 +183,6 @@ def test_graphs_on_a_cpu_are_a_row_that_says_why_and_the_sweep_goes_on():
     reason = "unsupported: CUDA graphs need a GPU, and device 'cpu' is not one: launch the step"
     assert reason in found["bench"]["notes"]
     assert "speedup" not in found
-
-
-@pytest.mark.parametrize(
-    ("memory_gib", "verdicts"), [(16.0, ["yes", "no"]), (2.2, ["tight", "no"]), (None, [None] * 2)]
-)
-def test_dry_run_says_what_fits_on_which_device(memory_gib, verdicts, monkeypatch):
-    asked = []
-    found = None if memory_gib is None else Capacity("NVIDIA H200", memory_gib)
-    monkeypatch.setattr("cs336sys.machine.system.capacity", lambda device: asked.append(device) or found)
-    # Without nvidia-smi it is torch that knows of a GPU.
-    monkeypatch.setattr("cs336sys.machine.device.choose_device", lambda name: None)
-    plan = plan_of("--size small,10b --context 128 --device cuda")
-    assert asked == ["cuda"]
-    assert [row["fits"] for row in plan["rows"]] == verdicts
-    if memory_gib is None:
-        assert "Whether it fits is not known: no memory of such a device was found." in plan["notes"]
-        return
-    assert f"fits: on NVIDIA H200 with {memory_gib} GiB; tight: over 90 % of it." in plan["notes"]
-    parts = [100 * row["predicted_peak_gib"] / memory_gib for row in plan["rows"]]
-    assert [row["capacity_percent"] for row in plan["rows"]] == pytest.approx(parts)
 
 
 COURSE_PACKAGE = {

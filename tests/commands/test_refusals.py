@@ -115,7 +115,7 @@ def test_bad_input_is_one_sentence(tmp_path, monkeypatch):
 
 
 def test_cell_that_does_not_fit_is_named_before_it_runs(monkeypatch):
-    monkeypatch.setattr("cs336sys.machine.system.capacity", lambda device: Capacity("a CPU", 23.5))
+    monkeypatch.setattr("cs336sys.machine.system.capacity", {"cpu": Capacity("a CPU", 23.5)}.get)
     for command in ("bench", "nsys", "memprof"):
         monkeypatch.setattr(f"{module_of(command)}.run_sweep", Mock(side_effect=UsageError("measured")))
         refused_cell = invoke(command, "--size", "tiny,10b", "--device", "cpu")

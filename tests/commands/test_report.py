@@ -85,15 +85,6 @@ def test_files_that_cannot_be_read_are_named_and_the_rest_is_written_up(tmp_path
     assert "; and 2 more\n" in result.stderr
 
 
-def test_the_plan_says_time_and_memory_and_runs_nothing(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    result = report("--year", "2026", "--run", "--dry-run", "--size", "tiny", "--device", "cpu")
-    assert result.exit_code == 0
-    assert "cs336sys memprof --size tiny --context 16,256 --mode forward,train" in result.stdout
-    assert "MiB" in result.stdout or "GiB" in result.stdout
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_plan_of_another_gpu_leaves_out_nothing_that_ranks_of_the_cpu_can_do(monkeypatch):
     """With one GPU what needs ranks was left out: "needs 2 GPUs, here is 1"."""
     monkeypatch.setattr("cs336sys.commands.report.handouts.memory_gib", lambda: (64.0, 32.0))

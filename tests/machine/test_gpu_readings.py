@@ -88,28 +88,6 @@ def test_a_gpu_is_read_while_the_context_lasts_and_at_its_end():
     assert len(short.columns()["time_s"]) == 1
 
 
-def readings_of(energies_j, interval_s=0.5):
-    readings = GpuReadings(None)
-    readings._readings = [
-        (number * interval_s, Reading(1500, 60, 400.0, energy_j)) for number, energy_j in enumerate(energies_j)
-    ]
-    return readings
-
-
-def test_energy_is_that_of_the_last_seconds_alone():
-    # 100 W while it warms up for two seconds, then 600 W.
-    readings = readings_of([1000, 1050, 1100, 1150, 1200, 1500, 1800, 2100, 2400])
-    assert readings.drawn_j(2.0) == pytest.approx(1200)
-    assert readings.drawn_j(1.2) == pytest.approx(720)
-    # Half a second between the readings within it.
-    assert readings.drawn_j(0.9) is None
-
-
-def test_energy_is_unknown_without_a_counter():
-    assert readings_of([None] * 9).drawn_j(2.0) is None
-    assert readings_of([]).drawn_j(2.0) is None
-
-
 def test_long_cells_keep_fewer_readings_from_their_whole_length(monkeypatch):
     monkeypatch.setattr("cs336sys.machine.device._MOST_READINGS", 8)
     now_s = 0.0

@@ -17,6 +17,7 @@ from fake_tools import GPU_0, GPU_1, IDLE, THROTTLED, only_on_path, pretend_gpus
 from written_figures import figures_test
 
 from cs336sys.machine import system
+from cs336sys.machine.device import GpuReadings, Reading
 from cs336sys.machine.diagnosis import gpu, software
 from cs336sys.machine.system import read_gpus
 
@@ -117,6 +118,13 @@ def seen(visible, device=None):
         if device is not None:
             return system.capacity(device)
         return [state.index for state in system.visible_gpus(read_gpus())]
+
+
+def drawn_j(seconds, *energies_j):
+    """Return the energy of the last seconds, where the counter was read every half a second."""
+    readings = GpuReadings(None)
+    readings._readings = [(number / 2, Reading(1500, 60, 400.0, one)) for number, one in enumerate(energies_j)]
+    return readings.drawn_j(seconds)
 
 
 def gpus(*rows, **answers):

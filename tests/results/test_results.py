@@ -218,20 +218,6 @@ def test_a_file_that_was_replaced_by_something_else_is_a_fault_until_it_is_gone(
     assert read_results(path).cells == (CELL,)
 
 
-def test_others_may_append_too(tmp_path):
-    """Where there are no locks."""
-    path = tmp_path / "r.jsonl"
-    file = ResultsFile(path)
-    file.append(RUN)
-    write(tmp_path / "other.jsonl", replace(RUN, run_id="r0"), OTHER)
-    with path.open("ab") as stream:
-        stream.write((tmp_path / "other.jsonl").read_bytes())
-    file.append(CELL)
-    file.close()
-    assert file.notices == []
-    assert read_results(path).cells == (OTHER, CELL)
-
-
 CELLS = [replace(CELL, configuration={"size": "tiny", "warmup": number}) for number in range(3)]
 
 

@@ -401,16 +401,6 @@ def test_a_log_on_a_full_disk_stops_nobody():
         assert subprocess.run([sys.executable, "-c", script], stderr=stderr, timeout=120).returncode == 0
 
 
-def test_tables_and_pictures_have_the_pooled_cells(capsys):
-    seen = []
-    measured = Sweep(cells("ok", "ok"), None)
-    draw = (Path("p.png"), lambda pooled, path: seen.append((len(pooled), path)))
-    measured.report(
-        lambda pooled, run: seen.append(len(pooled)) or [], OutputOptions(), draw, pooled=lambda all: all[:1]
-    )
-    assert seen == [1, (1, Path("p.png"))]
-
-
 def test_a_column_that_there_is_not_costs_no_measurement(capsys):
     """The whole table is printed, the pictures are drawn, then comes the sentence."""
     drawn = []

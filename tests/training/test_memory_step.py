@@ -14,7 +14,6 @@ from cs336sys.accounting.checkpointing import recomputed_flops
 from cs336sys.accounting.flops import model_flops
 from cs336sys.allocations.timeline import RECOMPUTATION
 from cs336sys.commands.memprof.measure import counted_peaks, measure_memory, record
-from cs336sys.errors import UsageError
 from cs336sys.run.cells import guarded, release_memory
 from cs336sys.settings.profiling import MemoryWorkload
 from cs336sys.settings.sizes import ModelSize, choose_size
@@ -113,19 +112,6 @@ def test_checkpoints_inside_blocks_hold_what_is_predicted(size, attention, preci
     assert traced["backward"] == pytest.approx(max(predicted.values()), rel=0.01)
     cast = 2 * cell.training.tokens * cell.training.size.vocab_size if precision == "bf16" else 0
     assert traced["loss"] == predicted["loss"] - cast
-
-
-@pytest.mark.parametrize(
-    ("checkpointing", "settings", "reason"),
-    [
-        ("ffn", {"compile": "block"}, "--checkpoint ffn: --compile block leaves no blocks to look into"),
-        ("ffn", {"kernels": "fused"}, "--checkpoint ffn: --kernels fused computes"),
-    ],
-)
-def test_checkpoints_need_blocks_to_look_into(checkpointing, settings, reason):
-    with pytest.raises(UsageError, match=reason):
-        workload(checkpointing=checkpointing, **settings)
-    assert workload(**settings).checkpointing == "none"
 
 
 def test_recorded_step_names_modules_as_without_checkpoints():

@@ -120,12 +120,6 @@ def test_blocks_and_softmax_outside_of_the_model_are_left_alone(model, marks):
     assert marks.events == []
 
 
-def test_no_gradients_no_backward_ranges(model, marks):
-    with annotated_model(model.layers, marks, attention=False), torch.no_grad():
-        loss_of(model)
-    assert marks.events == ["+block 0", "-block 0", "+block 1", "-block 1"]
-
-
 def test_compiled_blocks_are_neither_cut_nor_compiled_again(model, marks):
     torch.compiler.reset()
     compilations = []

@@ -206,18 +206,5 @@ def test_gpu_says_how_much_memory_it_has_left_after_the_last_cell(monkeypatch):
     assert (hardware.gpu_uuid, hardware.memory_bytes) == ("GPU-1234", 5 * 10**9)
 
 
-@pytest.mark.multigpu
-def test_message_larger_than_a_gpu_is_refused_and_the_ranks_go_on():
-    large = CollectiveWorkload("nccl", "all_reduce", 2, "fp32", 10**13)
-    refused = collectives.measure_collective(large.configuration(), lambda stage: None)
-    assert (refused.status, refused.refused) == ("oom", True)
-    assert "are free on its GPU" in refused.reason
-    small = CollectiveWorkload("nccl", "all_reduce", 2, "fp32", 10**6)
-    measured = collectives.measure_collective(small.configuration(), lambda stage: None)
-    launch.end_kept()
-    assert measured.status == "ok"
-    assert measured.samples["back_to_back"].method == "cuda events, maximum over ranks"
-
-
 if __name__ == "__main__":
     write_figures(PATH, globals())
