@@ -15,7 +15,7 @@ from cs336sys.results.model import Cell, Run, configuration_key
 from cs336sys.results.statistics import ratio
 from cs336sys.settings.operations import PLAIN_ATTENTION, AttentionWorkload
 from cs336sys.tables import titles
-from cs336sys.tables.outputs import Axes, legend_columns, new_axes, write_figure
+from cs336sys.tables.outputs import legend_columns, new_axes, write_figure
 from cs336sys.tables.predictions import answers_table
 from cs336sys.tables.saved import SavedCommand, of_run, picture_of_measured
 from cs336sys.tables.table import Column, Table, named_columns, sentences
