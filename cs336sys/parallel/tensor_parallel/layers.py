@@ -315,7 +315,8 @@ def vocabulary_parallel_cross_entropy(
 
     Args:
         logits: (..., own tokens), of the same positions on every rank; fp16 and bf16 are computed with in fp32.
-        targets: token ids, (...), of any integer dtype.
+        targets: token ids, (...), of any integer dtype. Positions with -100 do not count, as in torch's cross-entropy:
+            where ranks of another dimension of a mesh have different numbers of them, their mean is not that of all.
         first_token: the id that this rank's first column stands for.
         vocabulary: tokens of all ranks.
         compiles: let torch.compile fuse what is between the collectives, without fp32 tensors of the logits' size.
@@ -324,20 +325,26 @@ def vocabulary_parallel_cross_entropy(
         A scalar, the same on every rank: fp64 for fp64 logits, fp32 for all others. It can be differentiated once.
 
     Raises:
-        UsageError: targets are no integers.
-        RuntimeError: a target is outside of the vocabulary (on a GPU: as of an index that is out of bounds).
+        UsageError: targets are no integers, or one is outside of the vocabulary.
+        RuntimeError: so is one on a GPU, as of an index that is out of bounds: the CPU does not wait to read it.
 
     Source: Megatron-LM (https://arxiv.org/abs/1909.08053), section 3.
     """
     targets = as_int64(targets, "targets")
-    column = targets - first_token
+    is_ignored = targets == -100
+    is_outside = ((targets < 0) | (targets >= vocabulary)) & ~is_ignored
+    if targets.is_cpu and not isinstance(targets, torch._subclasses.FakeTensor) and is_outside.any():
+        raise UsageError(
+            f"target {targets[is_outside][0]} is not in the vocabulary of {vocabulary} tokens: choose 0 to "
+            f"{vocabulary - 1}, or -100 for a position that does not count"
+        )
     # No rank has an id outside of the vocabulary, and its loss would be wrong: it gets a column that does not exist.
-    column = column.masked_fill((targets < 0) | (targets >= vocabulary), _NO_TOKEN)
+    column = (targets - first_token).masked_fill(is_outside, _NO_TOKEN).masked_fill(is_ignored, _IGNORED)
     return _CrossEntropy.apply(logits, column, group.name, compiles)
 
 
-# A column that no rank has, by which gather() fails.
-_NO_TOKEN = 2**62
+# Columns that no rank has: by the first gather() fails, and positions with the second do not count.
+_NO_TOKEN, _IGNORED = 2**62, -(2**62)
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -352,7 +359,7 @@ class _CrossEntropy(torch.autograd.Function):
         s, target = all_reduced(sums, "sum", group).unbind()
         ctx.save_for_backward(logits, column, m, s)
         ctx.compiles = compiles
-        return (s.log() - target).mean()
+        return torch.where(column == _IGNORED, 0, s.log() - target).sum() / (column != _IGNORED).sum()
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
@@ -371,7 +378,8 @@ def _sum_and_target(logits: Tensor, column: Tensor, m: Tensor) -> Tensor:
 
 def _input_gradient(logits: Tensor, column: Tensor, m: Tensor, s: Tensor, grad_loss: Tensor) -> Tensor:
     """Return the gradient of the logits, in their dtype."""
-    grad_each = grad_loss / column.numel()  # The loss is the mean over positions.
+    is_counted = column != _IGNORED
+    grad_each = torch.where(is_counted, grad_loss / is_counted.sum(), 0)  # The loss is the mean over these positions.
     columns = torch.arange(logits.size(-1), device=logits.device)
     # The mask has no name, because it would be alive at the peak of memory.
     return ((logits - m).exp() * (grad_each / s) - torch.where(columns == column, grad_each, 0)).to(logits.dtype)

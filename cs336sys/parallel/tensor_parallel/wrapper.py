@@ -213,7 +213,7 @@ class TensorParallel(StateDictOfSlices):
         See :func:`.layers.vocabulary_parallel_cross_entropy`, also for ``compiles``.
 
         Raises:
-            UsageError: targets are no integers; or on every rank, in the first training and the first evaluating call:
+            UsageError: targets are no tokens; or on every rank, in the first training and the first evaluating call:
                 they give other targets, or the model draws other random numbers, as for dropout.
         """
         embedding: Any = self.module.get_submodule("token_embeddings")  # It compares the tokens of each first pass.

@@ -117,6 +117,22 @@ def test_integers_of_any_width_are_tokens(dtype):
     torch.testing.assert_close(shared.gather_logits(logits), plain(inputs), rtol=1e-5, atol=1e-5)
 
 
+@on_ranks(2)
+@pytest.mark.parametrize("places", [[0, 5], slice(None)])
+def test_targets_of_torchs_ignored_number_do_not_count(places):
+    """Also where the one just before or behind a rank's part is a target, and where none has one."""
+    (inputs, targets), plain, shared = batch(), model(), shared_model()
+    targets = targets.clone()  # batch() returns two views of the same tokens.
+    targets[:, places] = -100
+    logits = plain(inputs)
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    loss = shared.loss(shared(inputs), targets)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6, nan_ok=True)
+    loss.backward()
+    expected.backward()
+    assert_close(whole_gradients(shared), gradients_of(plain))
+
+
 class Scaled(CausalMultiHeadSelfAttention):
     """Scores are scaled by the number of heads."""
 
@@ -248,17 +264,17 @@ def on_a_mesh(of_inputs, of_targets):
 
 @on_ranks(2)
 def test_tokens_that_are_none_or_differ_between_ranks_are_refused():
-    """Numbers outside of the vocabulary, -100 of other libraries among them, were nobody's, and counted as 0."""
+    """Numbers outside of the vocabulary were nobody's, and counted as 0."""
     rank, (inputs, targets) = dist.get_rank(), batch()
-    for number in (19, -1, -100):
+    for number in (19, -1, -99, 2**62):
         wrong = targets.clone()
         wrong[0, 0] = number
-        assert "is out of bounds" in error_of(compute_loss, inputs, wrong)[1]
-        if number != -100:
-            wrong = inputs.clone()
-            wrong[0, 0] = number
-            kind, message = error_of(compute_loss, wrong, targets)
-            assert (kind, message[:5]) == ("IndexError", "index")
+        rule = "is not in the vocabulary of 19 tokens: choose 0 to 18, or -100 for a position that does not count"
+        assert error_of(compute_loss, inputs, wrong) == ("UsageError", f"target {number} {rule}")
+        wrong = inputs.clone()
+        wrong[0, 0] = number
+        kind, message = error_of(compute_loss, wrong, targets)
+        assert (kind, message[:5]) == ("IndexError", "index")
     message = "targets are torch.float32: choose token ids, int64"
     assert error_of(compute_loss, inputs, targets.float()) == ("UsageError", message)
     for error, of_digest in (
