@@ -305,10 +305,7 @@ class FlatBucket(GradientBucket):
 def divide_into_buckets(
     named_parameters: Sequence[tuple[str, nn.Parameter]], cap_bytes: float | BucketRule | None
 ) -> list[dict[str, nn.Parameter]]:
-    """Return parameters by name, bucket by bucket, as :func:`assign_buckets` assigns them.
-
-    All parameters of a bucket have the same device, and gradients of the same dtype.
-    """
+    """Return parameters by name, bucket by bucket, as :func:`assign_buckets` assigns them."""
     specs = []
     for name, parameter in named_parameters:
         dtype = gradient_dtype_of(parameter) or parameter.dtype  # None means any dtype, which wrappers refuse.

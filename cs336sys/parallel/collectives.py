@@ -59,6 +59,11 @@ def is_stream_captured() -> bool:
     return torch.cuda.is_available() and torch.cuda.graphs.is_current_stream_capturing()
 
 
+def is_readable(tensor: Tensor) -> bool:
+    """Return whether the CPU can read numbers of the tensor without waiting for a GPU or breaking a compiled graph."""
+    return tensor.is_cpu and not (torch.compiler.is_compiling() or isinstance(tensor, torch._subclasses.FakeTensor))
+
+
 class _Launched:
     """An asynchronous collective on some tensors: start it, go on computing, wait for it.
 

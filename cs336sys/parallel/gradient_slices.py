@@ -102,8 +102,8 @@ def clip_over_ranks(
     max_norm: float,
     norm_type: float,
     groups: Sequence[dist.ProcessGroup | None],
-    dtypes: Collection[torch.dtype],
     *,
+    dtypes: Collection[torch.dtype] = (),
     error_if_nonfinite: bool = False,
 ) -> Tensor:
     """Scale gradients so that their norm over all ranks is at most ``max_norm``. Every rank must call it.
@@ -113,7 +113,7 @@ def clip_over_ranks(
         whole: tensors that all ranks have.
         norm_type: positive, or infinite for the largest element.
         groups: the ranks that have other elements: of each dimension of a mesh, one group.
-        dtypes: those of the parameters of all ranks.
+        dtypes: those of tensors that only other ranks have.
 
     Returns:
         the norm before, (), the same on every rank: in float64 if a parameter is, else in float32.
@@ -129,6 +129,7 @@ def clip_over_ranks(
     for group in groups:
         norm = torch.linalg.vector_norm(gather_numbers(norm, group), norm_type)
     norm = torch.linalg.vector_norm(torch.stack((norm, _norm(whole, norm_type).to(norm.device))), norm_type)
+    dtypes = {*dtypes, *(tensor.dtype for tensor in (*slices, *whole))}
     norm = norm.to(torch.float64 if not {torch.float64, torch.complex128}.isdisjoint(dtypes) else torch.float32)
     if error_if_nonfinite and not norm.isfinite():
         raise RuntimeError(f"the norm of the gradients is {norm.item()}: some are NaN or infinite, on some rank")

@@ -393,7 +393,8 @@ def clipped(norm_type, groups=(None,), dtype=F32, value=3.0, dtypes=(F32,), **se
     whole[0].grad = torch.tensor([4.0])
     with fake_rank():
         try:
-            norm = outcome(gradient_slices.clip_over_ranks, slices, whole, 2.0, norm_type, groups, dtypes, **settings)
+            settings["dtypes"] = dtypes
+            norm = outcome(gradient_slices.clip_over_ranks, slices, whole, 2.0, norm_type, groups, **settings)
         except RuntimeError as error:
             norm = str(error)
     left = [round(number, 5) for tensor in (slices[0], whole[0]) for number in tensor.grad.tolist()]

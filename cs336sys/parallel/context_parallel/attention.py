@@ -251,9 +251,7 @@ class AllToAllAttention:
         """Return the attention of this rank's queries to the keys of all ranks, as :class:`RingAttention` does.
 
         Raises:
-            UsageError: the ranks do not divide the heads; the tensors do not have as many tokens as this rank holds, or
-                one width; or in the first call on every rank: they have other shapes there.
-            RuntimeError: another rank died or timed out.
+            UsageError: the ranks do not divide the heads, or for the tensors as there.
         """
         context = self.context
         world_size, lengths = context.world_size, context.split.lengths
@@ -268,34 +266,28 @@ class AllToAllAttention:
         packed = torch.cat(parts, dim=-2).flatten(0, 1)
         # All tokens of this rank go to every rank, and those of each rank come here, of different heads.
         rows = [context.length] * world_size
-        received = _TradeRows.apply(packed, rows, lengths, "queries, keys and values", context)
+        received = _TradeRows.apply(packed, (rows, lengths), "queries, keys and values", context)
         out = self.attention(*received.movedim(0, -2).split(heads, dim=-3))
         # (..., h, S, D) -> (S, ..., h, D)
-        received = _TradeRows.apply(out.movedim(-2, 0), lengths, rows, "attention's output", context)
+        received = _TradeRows.apply(out.movedim(-2, 0), (lengths, rows), "attention's output", context)
         # (W S_r, ..., h, D) -> (..., W h, S_r, D)
         return received.unflatten(0, (world_size, -1)).movedim((0, 1), (-4, -2)).flatten(-4, -3)
 
 
 class _TradeRows(torch.autograd.Function):
-    """``_TradeRows.apply(tensor, rows for each rank, rows from each, contents, context)``, along the first dimension.
+    """``_TradeRows.apply(tensor, (rows for each rank, rows from each), contents, context)``, along the first dimension.
 
     Its transpose, which gradients go through, is the same the other way round.
     """
 
     @staticmethod
     def forward(
-        ctx: Any,
-        tensor: Tensor,
-        rows: Sequence[int],
-        received_rows: Sequence[int],
-        contents: str,
-        context: ContextGroup,
+        ctx: Any, tensor: Tensor, rows: Sequence[Sequence[int]], contents: str, context: ContextGroup
     ) -> Tensor:
-        ctx.settings = received_rows, rows, contents, context  # For backward(), the way back.
-        return context.trade_rows(tensor.contiguous(), rows, received_rows, contents).wait()
+        ctx.settings = rows[::-1], contents, context  # For backward(), the way back.
+        return context.trade_rows(tensor.contiguous(), *rows, contents).wait()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        received_rows, rows, contents, context = ctx.settings
-        back = _TradeRows.apply(gradient, received_rows, rows, f"the gradients of {contents}", context)
-        return back, None, None, None, None
+        rows, contents, context = ctx.settings
+        return _TradeRows.apply(gradient, rows, f"the gradients of {contents}", context), None, None, None

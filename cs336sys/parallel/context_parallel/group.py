@@ -11,7 +11,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from cs336sys.accounting.sharding.partition import SequenceSplit
 from cs336sys.errors import UsageError
-from cs336sys.parallel.collectives import SliceExchange, is_stream_captured, process_group, require_process_group
+from cs336sys.parallel.collectives import (
+    SliceExchange,
+    is_readable,
+    is_stream_captured,
+    process_group,
+    require_process_group,
+)
 from cs336sys.parallel.rank_consistency import require_same_lines, same_on_every_rank
 
 
@@ -85,14 +91,22 @@ class ContextGroup:
         Args:
             loss_sum: the sum over those of this rank's tokens that have a target, a scalar; 0 if none has.
             targets: how many these are.
+
+        Raises:
+            UsageError: on every rank: no rank has a target, or one has fewer than 0; on a GPU the loss is NaN.
         """
-        # A copy, which the sum over ranks replaces.
-        count = torch.as_tensor(targets, dtype=torch.int64, device=loss_sum.device).clone()
+        count = torch.as_tensor(targets, dtype=torch.int64, device=loss_sum.device)
+        count = torch.where(count < 0, -(2**40), count)  # So that every rank sees it in the sum, which replaces this.
         if self._communicates:
             dist.all_reduce(count, group=self._group)
         else:
             count *= self.world_size  # As if each of the other ranks had as many.
-        return loss_sum * self.world_size / count
+        if is_readable(count) and count <= 0:
+            raise UsageError(
+                f"mean_loss with {int(targets)} targets on rank {self.rank}: choose at least 0 on each rank, and at "
+                f"least 1 on all {self.world_size} together"
+            )
+        return loss_sum * self.world_size / torch.where(count > 0, count, math.nan)
 
     def positions(self, device: torch.device | str | None = None) -> Tensor:
         """Return where in the sequence this rank's tokens are, (length,), int64: to take them and for rotary tables."""

@@ -285,9 +285,8 @@ class FSDP(StateDictOfSlices):
             )
         sharded = [parameter.shard for parameter in self.sharded_parameters.values()]
         replicated = list(self.replicated_parameters.values())
-        dtypes = {parameter.dtype for parameter in (*sharded, *replicated)}  # For the norm's, the same on all ranks.
         return clip_over_ranks(
-            sharded, replicated, max_norm, norm_type, [self.group], dtypes, error_if_nonfinite=error_if_nonfinite
+            sharded, replicated, max_norm, norm_type, [self.group], error_if_nonfinite=error_if_nonfinite
         )
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:

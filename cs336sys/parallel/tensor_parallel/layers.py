@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from cs336sys.accounting.sharding.partition import own_part
 from cs336sys.errors import UsageError
-from cs336sys.parallel.collectives import is_stream_captured
+from cs336sys.parallel.collectives import is_readable, is_stream_captured
 from cs336sys.parallel.rank_consistency import require_same_lines
 
 # For ``block.compile(options=...)``: gradients of a layer's input are all-reduced as soon as they are there, and waited
@@ -333,7 +333,7 @@ def vocabulary_parallel_cross_entropy(
     targets = as_int64(targets, "targets")
     is_ignored = targets == -100
     is_outside = ((targets < 0) | (targets >= vocabulary)) & ~is_ignored
-    if targets.is_cpu and not isinstance(targets, torch._subclasses.FakeTensor) and is_outside.any():
+    if is_readable(targets) and is_outside.any():
         raise UsageError(
             f"target {targets[is_outside][0]} is not in the vocabulary of {vocabulary} tokens: choose 0 to "
             f"{vocabulary - 1}, or -100 for a position that does not count"

@@ -298,8 +298,7 @@ class TensorParallel(StateDictOfSlices):
         # FSDP cuts what tensor parallelism does, matrices, and both keep norms whole: no element counts twice.
         parts = [parameter for name, parameter in parameters.items() if cut_dimension(name) is not None]
         whole = [parameter for name, parameter in parameters.items() if cut_dimension(name) is None]
-        dtypes = {parameter.dtype for parameter in parameters.values()}  # For the norm's, the same on all ranks.
-        return clip_over_ranks(parts, whole, max_norm, norm_type, groups, dtypes)
+        return clip_over_ranks(parts, whole, max_norm, norm_type, groups)
 
     def full_state_dict(self, parts: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
         """Return whole copies of all parameters by their names, as in one process. Every rank of the group calls it.

@@ -11,6 +11,7 @@ from small_models import PlainBlocks, refusal_of, repeated_heads
 from torch import nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
+from cs336sys.errors import UsageError
 from cs336sys.parallel.collectives import group_device
 from cs336sys.parallel.context_parallel import AllToAllAttention, ContextGroup, RingAttention, SequenceSplit
 from cs336sys.parallel.context_parallel.attention import merge_block
@@ -138,6 +139,19 @@ def assert_trains_as_one_process(kind, length, micro_batches, is_masked):
 def test_training_with_a_ring_has_loss_and_every_gradient_of_one_process(case):
     """Uneven slices, micro-batches under no_sync, and evaluation after it; a test of the engine has checkpoints."""
     assert_trains_as_one_process("ring", *case)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("numbers", [(0, 0), (-3, -3), (5, -3), (torch.tensor(0), torch.tensor(-1))])
+def test_numbers_of_targets_that_no_batch_has_are_refused_on_every_rank(numbers):
+    """The loss was infinite, or negative."""
+    rank = dist.get_rank()
+    context = ContextGroup(SequenceSplit(8, 2))
+    rule = "choose at least 0 on each rank, and at least 1 on all 2 together"
+    # Each rank reads the number of its own targets.
+    with pytest.raises(UsageError, match=f"^mean_loss with {int(numbers[rank])} targets on rank {rank}: {rule}$"):
+        context.mean_loss(torch.tensor(6.0), numbers[rank])
+    assert context.mean_loss(torch.tensor(6.0), 3 * rank).item() == 4
 
 
 @on_ranks(2, 4, gpus=True)
