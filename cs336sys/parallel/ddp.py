@@ -1,6 +1,15 @@
 """Data parallel training: each rank trains the whole model on its share of the batch, with the mean gradient of all.
 
-Its four wrappers differ in how many all-reduces they launch, and when; each says so.
+There are four wrappers, which differ in how many all-reduces they launch, and when:
+
+===============  ====================================  ====================================
+wrapper          all-reduces                           launched
+===============  ====================================  ====================================
+`NaiveDDP`       one for each parameter                after the backward pass
+`FlatDDP`        one for all gradients, as one tensor  after the backward pass
+`OverlappedDDP`  one for each parameter                during it, when the gradient is ready
+`BucketedDDP`    one for each bucket of parameters     during it, when the bucket is ready
+===============  ====================================  ====================================
 
 Sources: CS336 assignment 2 (2025), sections 2.2 and 2.3; Li et al., "PyTorch Distributed: Experiences on Accelerating
 Data Parallel Training" (2020).

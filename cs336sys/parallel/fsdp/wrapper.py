@@ -127,7 +127,7 @@ class FSDP(StateDictOfSlices):
         require_float("compute_dtype", compute_dtype)
         require_float("gradient_dtype", gradient_dtype)
         for name, count in {"prefetch": prefetch, "keep_gathered": keep_gathered}.items():
-            if not (isinstance(count, int) and count >= 0):
+            if not (hasattr(count, "__index__") and count >= 0):  # numpy's are whole numbers, too.
                 raise UsageError(f"{name} {count}: must be a whole number, at least 0")
         for part in unit_modules or ():
             if part not in set(module.modules()):
