@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from cs336sys.accounting.checkpointing import SUBLAYERS, recomputed_flops
+from cs336sys.accounting.checkpointing import recomputed_flops
 from cs336sys.accounting.flops import count_parameters, model_flops
 from cs336sys.accounting.memory import GIB, best_group_size
 from cs336sys.allocations.diagnosis import MemoryDiagnosis
@@ -42,7 +42,10 @@ _PREDICTED = (
 
 
 def strategies_table(cells: Sequence[Cell], identity: Sequence[Column]) -> Table:
-    """Build the table of strategies, if there are several: memory, and time over the first that was measured."""
+    """Build the table of strategies, if there are several: memory, and time over the first that was measured.
+
+    Of cells that are only planned, it has what formulas predict.
+    """
     cells = [cell for cell in cells if cell.configuration["mode"] != "forward"]  # Which has nothing to checkpoint.
     has_several = len({cell.configuration["checkpointing"] for cell in cells}) > 1
     firsts: dict[str, Cell] = {}  # The first measured cell of each configuration, whatever its strategy.
@@ -50,8 +53,8 @@ def strategies_table(cells: Sequence[Cell], identity: Sequence[Column]) -> Table
     notes: dict[str, None] = {}  # Keys of a dictionary: each sentence once, in order.
     for cell in cells if has_several else ():
         workload = _workload(cell)
-        row = cell.configuration | {"status": cell.status}
-        if cell.status == "ok":
+        row = cell.configuration | {"status": cell.status if cell.samples or cell.status != "ok" else None}
+        if cell.samples:
             first = firsts.setdefault(configuration_key(cell.configuration, ignore=("checkpointing",)), cell)
             row |= {"peak_gib": cell.derived["peak_gib"], "step_ms": cell.samples["step"]}
             row["step_ratio"] = cell.samples["step"].median / first.samples["step"].median
@@ -67,29 +70,6 @@ def strategies_table(cells: Sequence[Cell], identity: Sequence[Column]) -> Table
         *named_columns(step_ratio="step over the first", status="status"),
     )
     return Table("checkpointing", "what checkpointing holds and costs", columns, rows, notes=tuple(notes))
-
-
-def predicted_strategies_table(workloads: Sequence[MemoryWorkload]) -> Table:
-    """Build the table of the group sizes that divide the blocks, the best and its neighbours, and other strategies.
-
-    It has rows only where some workload has checkpoints.
-    """
-    trainings = dict.fromkeys(workload.training for workload in workloads if workload.checkpointing != "none")
-    rows = []
-    notes: dict[str, None] = {}  # Keys of a dictionary: each sentence once, in order.
-    for training in (training for training in trainings if training.has_backward and training.is_ours):
-        layers = training.size.num_layers
-        best = best_group_size(training.size, training.precision, training.mode, training.attention).best
-        sizes = [size for size in range(1, layers + 1) if layers % size == 0 or abs(size - best) <= 1]
-        # Fused and compiled blocks show no layers to set checkpoints around.
-        sublayers = [] if training.is_fused or training.is_compiled else SUBLAYERS
-        for strategy in ["none", *(f"every={size}" for size in sizes), *sublayers, "nested"]:
-            workload = MemoryWorkload(training, strategy)
-            rows.append(workload.configuration() | fill_row(_PREDICTED, workload))
-        notes[best_strategy(training)] = None
-    settings = ("context", "batch_size", "mode", "precision", "attention", "checkpointing")
-    columns = (*named_columns("size"), *(MEMORY_SETTINGS[name] for name in settings), *_PREDICTED)
-    return Table("strategies", "checkpointing strategies on paper", columns, rows, notes=tuple(notes))
 
 
 def best_strategy(training: Workload) -> str:
@@ -323,7 +303,7 @@ def plan_tables(cells: Sequence[Cell], top: int) -> list[Table]:
     details = with_rows(
         phases_table(traced, identity),
         allocations_table(traced, identity, top),
-        predicted_strategies_table([_workload(cell) for cell in cells]),
+        strategies_table(cells, identity),
     )
     return [_plan_table(cells), *details]
 
