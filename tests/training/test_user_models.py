@@ -292,6 +292,15 @@ def test_torchs_causal_masks_are_computed_by_flash(variant, queries, keys, compi
     assert len(user_models.left_to_torch) == 1
 
 
+def test_attention_without_dropout_has_a_name_that_the_compiler_reads():
+    """A partial had none: the first code that was compiled within it was refused, in a line of the user's."""
+    with user_models.nothing_dropped():
+        user_models.replace_attention("sdpa")
+        assert F.scaled_dot_product_attention.__name__
+    user_models.replace_attention("sdpa")
+    assert F.scaled_dot_product_attention is user_models.torch_attention
+
+
 def test_steps_of_flash_are_timed_with_flash(monkeypatch):
     """Counting the FLOPs once left torch's attention in its place, and the first cell of a model timed that."""
     calls, calls_at = [], {}

@@ -38,7 +38,7 @@ def diagnose_case(case: ComparedCase, plain_fault: Finding | None) -> Finding:
     cause = {"no-sync": "accumulation"}.get(case.workload.case, case.workload.case)  # Both accumulate.
     if diagnosis.cause != cause and (when := sentence(__package__, "right where", case=cause)):
         return with_facts(diagnosis, cause, right_where=when)
-    names = {difference.name for difference in case.differences_of("gradient")}
+    names = {difference.name for difference in case.differences_of("gradient", first.step)}
     # Only the weight that layers share is off, so sharing is the cause: a model may tie weights itself, in any case.
     if names == {build_subject(case.workload, case.program, torch.device("cpu"), case.training.dtype).tied}:
         return with_facts(diagnosis, "tied", is_tied_alone=True)
@@ -100,13 +100,16 @@ def _diagnose_outputs(case: ComparedCase) -> Finding | None:
     sent, context_ranks = case.launches(("forward",), step=0), sizes.get("context", 1)
     has_whole_batch = sizes.get("data", 1) * context_ranks == 1  # Each rank: their outputs may be parts of a sum.
     summand = ""  # The last module of which ranks have parts of a sum: no fault if the module around it adds them up.
-    for name, expected in all_expected.items() if case.watched else ():
-        outputs = [report.record.outputs.get(name) for report in case.watched]
-        output = outputs[0]  # The first rank's is compared.
+    for name, rank in itertools.product(all_expected, range(len(case.watched))):
+        expected, outputs = all_expected[name], [report.record.outputs.get(name) for report in case.watched]
+        output = outputs[rank]
+        if rank and (has_whole_batch or context_ranks > 1 or outputs[0] is None):
+            continue  # The first rank's stands for all.
         if output is None or output.dim() != expected.dim():
             continue
-        if not has_whole_batch and expected.dim():  # The first rank's sequences and, where ranks split these, tokens.
-            expected = expected[: len(output)]
+        if not has_whole_batch and expected.dim():  # The rank's sequences and, where ranks split these, tokens.
+            start = case.workload.data_place(rank) * case.program.micro_batches * len(outputs[0])
+            expected = expected[start : start + len(output)]
             expected = expected[:, : output.shape[1]] if expected.dim() > 1 and context_ranks > 1 else expected
         if output.shape != expected.shape or not (has_whole_batch or expected.dim()):
             continue  # A single number of a rank's part of the batch is not that of the whole batch.
@@ -121,8 +124,8 @@ def _diagnose_outputs(case: ComparedCase) -> Finding | None:
                 continue
             break
         if (ratio := scale_factor(output, expected)) is not None:
-            return case.conclude("partial sum", "scaled", launches=sent, ratio=ratio, module=name)
-        return case.conclude("forward", "output", launches=sent, module=name)
+            return case.conclude("partial sum", "scaled", launches=sent, ratio=ratio, module=name, rank=rank)
+        return case.conclude("forward", "output", launches=sent, module=name, rank=rank)
     return case.conclude("partial sum", "output", launches=sent, module=summand) if summand else None
 
 
@@ -138,6 +141,10 @@ def diagnose_gradient(case: ComparedCase, first: TensorDifference) -> Finding:
     early = [launch for launch in case.launches(("backward",)) if launch.incomplete]
     if early:  # Launched before the backward pass had completed what they sent: the first names one of its gradients.
         return case.conclude("too early", launches=early[:1], parameter=early[0].incomplete[0])
+    if not first.expected.any():  # One process has none: of a parameter that is frozen, or that it does not use.
+        model = build_subject(case.workload, case.program, torch.device("cpu"), case.training.dtype).model
+        if not model.get_parameter(first.name).requires_grad:
+            return case.conclude("frozen", "by the model")
     if first.is_missing:
         on_all = all(first.name not in record.at("gradient", step) for record in case.records)
         return case.conclude("left out", is_on_all=on_all)
@@ -246,7 +253,8 @@ def _diagnose_counts(case: ComparedCase, name: str, counts_of_ranks: Mapping[int
         return None if is_near(values[0], 1) else diagnose_ratio(case, values[0])
     parts = itertools.product(range(data_ranks), range(micro_batches))
     counts = torch.tensor([first_counts.get(part, 0.0) for part in parts]).view(data_ranks, micro_batches)
-    senders = (counts.abs() > RELATIVE_TOLERANCE).any(dim=1).nonzero().flatten().tolist()
+    # Of the largest: what ranks clip or divide before they are averaged is small, and there.
+    senders = (counts.abs() > RELATIVE_TOLERANCE * counts.abs().max()).any(dim=1).nonzero().flatten().tolist()
     if micro_batches > 1 and len(senders) == data_ranks:
         return _diagnose_micro_batches(case, counts)
     if len(senders) == 1:
@@ -265,7 +273,7 @@ def _diagnose_counts(case: ComparedCase, name: str, counts_of_ranks: Mapping[int
     if case.program.uneven:  # All are in it, but count alike, as if their shares were equally large.
         return case.conclude("uneven")
     sums = ", ".join(f"{total:.3g}" for total in counts.sum(1).tolist())
-    return case.conclude("scaled", "unequally", sums=sums)
+    return case.conclude("scaled", "unequally", sums=sums, shrink=bool((counts.sum(1) < 1).all()))
 
 
 def _diagnose_micro_batches(case: ComparedCase, counts: Tensor) -> Finding:
@@ -358,6 +366,7 @@ def _diagnose_schedule(case: ComparedCase, last_step: int) -> Finding | None:
             if step <= last_step and rates and expected and not is_near(max(rates), max(expected)):
                 ratio = max(rates) / max(expected) if max(expected) else None
                 facts: dict[str, Any] = {"step": step, "rank": rank, "rate": max(rates), "expected": max(expected)}
+                facts["differ"] = len({report.record.rates.get(step) for report in case.reports}) > 1
                 return case.conclude("schedule", ratio=ratio, **facts)
     return None
 

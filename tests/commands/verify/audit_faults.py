@@ -12,7 +12,7 @@ from cs336sys.parallel.ddp import NaiveDDP
 from cs336sys.parallel.sharded_optimizer import ShardedOptimizer
 
 sys.path.insert(0, str(Path(__file__).parent))
-from data_faults import Trainer
+from data_faults import Averaged, Trainer
 
 
 def average(model, group):
@@ -290,3 +290,21 @@ def ring_of_nothing(model, group):
 def louder_head(model, group):
     model.head.register_forward_hook(lambda module, arguments, output: 1.5 * output)
     return average(model, group)
+
+
+class clips_its_own(Averaged):
+    """So far that less than a hundredth of each rank's gradient is left: it was said to be in no mean."""
+
+    def finish_gradient_synchronization(self):
+        nn.utils.clip_grad_norm_(self.module.parameters(), 1e-2)
+        super().finish_gradient_synchronization()
+
+
+class first_ranks_inputs(Averaged):
+    def forward(self, tokens):
+        dist.broadcast(tokens := tokens.clone(), 0, group=self.group)
+        return self.module(tokens)
+
+
+def rates_of_ranks(model, group):
+    return Averaged(model, group), torch.optim.SGD(model.parameters(), lr=0.1 * (1 + dist.get_rank(group)))

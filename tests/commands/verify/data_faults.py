@@ -398,3 +398,9 @@ def dropping(size):
     return nn.Sequential(
         nn.Embedding(size.vocab_size, size.d_model), nn.Dropout(0.3), nn.Linear(size.d_model, size.vocab_size)
     )
+
+
+def partly_frozen(size):
+    model = dropping(size)
+    model[0].weight.requires_grad_(False)
+    return model

@@ -101,6 +101,14 @@ def test_right_wrap_of_an_unusual_kind_raises_no_alarm(name, case):
         ("muon_without_average", "step", "not waited for", "each rank keeps its own gradient"),
         ("schedule_of_all_ranks", "step", "schedule", "after step 1 the learning rate is 0.125 on rank 0, and 0.25"),
         ("infinities_zeroed", "scaling", "scaling", "no rank skips the step in which the gradients of one were inf"),
+        ("clips_its_own", "step", "scaled", "times what they should, as where each clips its own before they are aver"),
+        ("first_ranks_inputs", "step", "forward", " on rank 1 is the first that is off"),
+        (
+            "rates_of_ranks",
+            "step",
+            "schedule",
+            "rate is 0.2 on rank 1, and 0.1 in one process: ranks have different ones",
+        ),
         ("own_steps", "step", "optimizer", "compared with those of AdamW (lr 1, eps 1, weight_decay 0.01)"),
         ("half_parameters_summed", "step", "not averaged", "2 times too large, the number of ranks"),
         ("matrices_in_no_group", "groups", "groups", "group of weight_decay 0.5 is empty, and all 16 matrices"),
@@ -149,6 +157,12 @@ def test_layer_of_a_model_with_batch_norm_is_named_whose_output_is_off():
     user = {"model": f"{MODELS}:Classifier", "batch": f"{MODELS}:images", "loss": f"{MODELS}:classes"}
     outcome = outcome_of(f"{AUDIT}:louder_head", "step", **user)
     assert "the output of head is 1.5 times what it should be" in outcome.reason
+
+
+def test_part_that_the_model_freezes_and_the_wrap_trains_is_named_in_the_plain_step():
+    outcome = outcome_of(f"{faults.DATA}:unfreezes", "step", model=f"{faults.DATA}:partly_frozen")
+    assert outcome.derived["cause"] == "frozen"
+    assert "0.weight is frozen in the model, and the wrap trains it" in outcome.reason
 
 
 def test_what_a_case_could_not_look_at_stands_in_its_row():
