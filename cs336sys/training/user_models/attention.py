@@ -141,7 +141,5 @@ def _drop_nothing(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 
 
 def _without_dropout(attention: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def attend(*arguments: Any, **named: Any) -> Tensor:  # The compiler reads its name, which no partial has.
-        return AttentionCall(*arguments, **named)._replace(dropout_p=0.0).by(attention)
-
-    return attend
+    # The compiler reads the name of what it is, which no partial has.
+    return lambda *arguments, **named: AttentionCall(*arguments, **named)._replace(dropout_p=0.0).by(attention)
