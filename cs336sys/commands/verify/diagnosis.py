@@ -100,16 +100,13 @@ def _diagnose_outputs(case: ComparedCase) -> Finding | None:
     sent, context_ranks = case.launches(("forward",), step=0), sizes.get("context", 1)
     has_whole_batch = sizes.get("data", 1) * context_ranks == 1  # Each rank: their outputs may be parts of a sum.
     summand = ""  # The last module of which ranks have parts of a sum: no fault if the module around it adds them up.
-    for name, rank in itertools.product(all_expected, range(len(case.watched))):
-        expected, outputs = all_expected[name], [report.record.outputs.get(name) for report in case.watched]
-        output = outputs[rank]
-        if rank and (has_whole_batch or context_ranks > 1 or outputs[0] is None):
-            continue  # The first rank's stands for all.
+    for name, expected in all_expected.items() if case.watched else ():
+        outputs = [report.record.outputs.get(name) for report in case.watched]
+        output = outputs[0]  # The first rank's is compared.
         if output is None or output.dim() != expected.dim():
             continue
-        if not has_whole_batch and expected.dim():  # The rank's sequences and, where ranks split these, tokens.
-            start = case.workload.data_place(rank) * case.program.micro_batches * len(outputs[0])
-            expected = expected[start : start + len(output)]
+        if not has_whole_batch and expected.dim():  # The first rank's sequences and, where ranks split these, tokens.
+            expected = expected[: len(output)]
             expected = expected[:, : output.shape[1]] if expected.dim() > 1 and context_ranks > 1 else expected
         if output.shape != expected.shape or not (has_whole_batch or expected.dim()):
             continue  # A single number of a rank's part of the batch is not that of the whole batch.
@@ -124,8 +121,8 @@ def _diagnose_outputs(case: ComparedCase) -> Finding | None:
                 continue
             break
         if (ratio := scale_factor(output, expected)) is not None:
-            return case.conclude("partial sum", "scaled", launches=sent, ratio=ratio, module=name, rank=rank)
-        return case.conclude("forward", "output", launches=sent, module=name, rank=rank)
+            return case.conclude("partial sum", "scaled", launches=sent, ratio=ratio, module=name)
+        return case.conclude("forward", "output", launches=sent, module=name)
     return case.conclude("partial sum", "output", launches=sent, module=summand) if summand else None
 
 

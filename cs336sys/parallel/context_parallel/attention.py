@@ -282,10 +282,10 @@ class _TradeRows(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, tensor: Tensor, rows: Sequence[Sequence[int]], contents: str, context: ContextGroup
+        ctx: Any, tensor: Tensor, rows: tuple[Sequence[int], Sequence[int]], contents: str, context: ContextGroup
     ) -> Tensor:
         ctx.settings = rows[::-1], contents, context  # For backward(), the way back.
-        return context.trade_rows(tensor.contiguous(), *rows, contents).wait()
+        return context.trade_rows(tensor.contiguous(), rows[0], rows[1], contents).wait()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:

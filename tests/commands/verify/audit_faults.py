@@ -300,11 +300,5 @@ class clips_its_own(Averaged):
         super().finish_gradient_synchronization()
 
 
-class first_ranks_inputs(Averaged):
-    def forward(self, tokens):
-        dist.broadcast(tokens := tokens.clone(), 0, group=self.group)
-        return self.module(tokens)
-
-
 def rates_of_ranks(model, group):
     return Averaged(model, group), torch.optim.SGD(model.parameters(), lr=0.1 * (1 + dist.get_rank(group)))
