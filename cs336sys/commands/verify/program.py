@@ -260,7 +260,7 @@ class ProgramRun:
         (share,) = self.step_shares
         assert self.wrapped.step is not None
         self._switch_layer(share)
-        return torch.as_tensor(self.wrapped.step(self._part_of(share, batch))).item() * share.weight
+        return float(self.wrapped.step(self._part_of(share, batch))) * share.weight
 
     def _record_step(self, step: int, loss: float) -> None:
         self.record.add_number("loss", step, loss)
