@@ -141,9 +141,8 @@ class _Loader:
         self.collective_of_operator: dict[int, int] = {}
         self.foreign_accelerator = ""
         self.peak_bytes: dict[int, int] = {}
-        self.has_events = self.has_counters = self.is_jax = (
-            False  # Why a trace has no work: it holds counters alone, or is JAX's.
-        )
+        # Why a trace has no work: it has no events, holds counters alone, or is JAX's.
+        self.has_events = self.has_counters = self.is_jax = False
         self.unreadable = 0
         self._open_begins: dict[tuple[Any, Any], list[dict[str, Any]]] = {}  # By process and thread, the inner last.
 
