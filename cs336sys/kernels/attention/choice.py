@@ -99,8 +99,9 @@ def _share_rows(
     num_queries = of_queries[0].shape[-2]
     num_rows = group_size(of_queries[0], key) * num_queries
     sees_all = not options.is_causal or (options.aligned_at_end and num_queries == 1 and options.window is None)
-    are_rows = all(num_queries in (1, tensor.stride(-3) / tensor.stride(-2)) for tensor in of_queries)
-    if not (num_queries < num_rows <= SHARED_ROWS and sees_all and are_rows):
+    if not (sees_all and num_queries < num_rows <= SHARED_ROWS):
+        return of_queries, options
+    if num_queries > 1 and any(tensor.stride(1) != num_queries * tensor.stride(2) for tensor in of_queries):
         return of_queries, options
     views = [tensor.view(len(tensor), -1, num_rows, tensor.shape[-1]) for tensor in of_queries]
     return views, options._replace(is_causal=False, aligned_at_end=False)
@@ -128,8 +129,7 @@ def backward_plan(tensors: Sequence[Tensor], grads: Sequence[Tensor], options: A
         grads: of query, key and value.
     """
     query, key, value, out_or_delta, grad_out = tensors
-    has_delta = out_or_delta.dim() < query.dim()
-    of_queries = query, grad_out, grads[0], *(() if has_delta else (out_or_delta,))
+    of_queries = query, grad_out, grads[0], *([out_or_delta] if out_or_delta.dim() == query.dim() else [])
     (query, grad_out, grad_query, *outs), options = _share_rows(of_queries, key, options)
     operands = [Operand(tensor) for tensor in (query, key, value, grad_out)]
     out = Operand(outs[0]) if outs else None
