@@ -167,7 +167,7 @@ MAX_HEADS_OF_PROGRAM = 8
 MIN_PROGRAMS_OF_MULTIPROCESSOR = 12
 
 
-@functools.lru_cache(maxsize=32)
+@functools.cache  # Without bound: CUDA graphs read the tables by address.
 def _frequencies(dim: int, theta: float, inverse: bool, device: torch.device) -> Tensor:
     """Return theta^(-2i / dim) / (2 pi) for each pair i: what a position adds to the angle, in 2^-64 turns.
 

@@ -24,6 +24,9 @@ BACKWARD_TENSORS = ("query", "key", "value", "out", "logsumexp", "grad_out", *GR
 FORWARD_L2_BYTES = 32 * 2**20
 BACKWARD_L2_BYTES = 40 * 2**20
 
+# The tensors that plans own. CUDA graphs read them by address, so that they outlive the plans: some KiB a signature.
+_OWNED: list[Tensor] = []
+
 
 def sequences_per_group(num_sequences: int, bytes_per_sequence: int, l2_bytes: int) -> int:
     """Return how many sequences fit in L2 together, so that groups have about the same size."""
@@ -144,6 +147,8 @@ class Plan:
         """Add a tensor that is the plan's own, and return its name."""
         self._slots[name] = len(self._slots)
         self.additions.append(tensor)
+        if isinstance(tensor, Tensor):
+            _OWNED.append(tensor)
         return name
 
     def _add_launch(self, launch: Launch, *names: str) -> None:

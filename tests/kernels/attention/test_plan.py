@@ -1,11 +1,12 @@
 """Launches from the second one on: what the launcher is given."""
 
+import weakref
 from types import SimpleNamespace
 
 import torch
 import triton
 
-from cs336sys.kernels.attention.plan import Descriptors, Launch
+from cs336sys.kernels.attention.plan import Descriptors, Launch, Plan
 
 
 class RecordedKernel(dict):
@@ -38,3 +39,11 @@ def test_first_call_gets_tensors_and_later_ones_addresses_and_descriptors(monkey
     assert descriptor.base is described
     assert (descriptor.shape, descriptor.strides, descriptor.block_shape) == layout
     assert (address, number, pair, constant) == (plain.data_ptr(), 1.5, (2, 3), 64)
+
+
+def test_graphs_may_read_the_tables_of_a_plan_that_is_forgotten():
+    plan = type("Plan", (Plan,), {"tensor_names": ()})(torch.device("cpu"))
+    plan._add_tensor("schedule", torch.zeros(3))
+    table = weakref.ref(plan.additions[0])
+    del plan
+    assert table() is not None

@@ -73,19 +73,26 @@ def hopper_forward_settings(problem: AttentionProblem) -> HopperForwardSettings:
         # and three: full 4x16, 512 queries and 4096 keys 0.0811, 0.0978; 8x16 of them 0.153, 0.144, where a round of
         # two takes 0.8 of the time of one of three; 16x12x1024x64 0.0844, 0.0862; 8x16x2048x64 0.175, 0.161;
         # 1x4x8192x64 0.0753, 0.0956; 1x20x1024x64 0.0178, 0.0231; window of 512, 2x16x8192x64: 0.129, 0.137.
+        # Full: 1x20x1024x64 0.0254, 0.0210; 1x32x1024x64 0.0263, 0.0331; 1x192x1024x64, 12 rounds and 9, 0.119, 0.122.
         rounds_of_two, rounds_of_three = (
             math.ceil(_items_per_multiprocessor(problem, problem.num_queries, 64 * consumers)) for consumers in (2, 3)
         )
-        if min(problem.num_keys, problem.window or problem.num_keys) <= 1024 or 0.8 * rounds_of_two < rounds_of_three:
+        sees_few = min(problem.num_keys, problem.window or problem.num_keys) <= 1024
+        saves_rounds = (0.7 if sees_few else 0.8) * rounds_of_two >= rounds_of_three
+        if (problem.is_causal and sees_few) or not saves_rounds:
             return HopperForwardSettings(consumers=2, key_rows=128, num_stages=2, take_turns=True)
         return HopperForwardSettings(consumers=3, key_rows=128, num_stages=2, take_turns=problem.is_causal)
     if problem.head_dim == 256:
         # The output takes 128 registers of a thread, which leaves none to a third warpgroup; queries and two rings of
         # two tiles of 64 keys take 192 KiB, so that longer tiles do not fit. 1x16x16384x256: 2.986; taking turns 3.021.
-        return HopperForwardSettings(consumers=2, key_rows=64, num_stages=2)
-    # Not taking turns and taking them: 1x16x16384x128 1.519, 1.576; 8x16x2048x128 0.230, 0.225; full 1x16x16384x128
-    # 3.013, 3.067; full 1x16x4096x128 0.194, 0.186; full 8x16x2048x128 0.378, 0.377.
-    take_turns = problem.num_keys <= (2048 if problem.is_causal else 4096)
+        # Full, 16 heads of 16384 keys, not taking turns and taking them: 2048 queries 0.724, 0.685; 8192 2.866, 2.843.
+        return HopperForwardSettings(consumers=2, key_rows=64, num_stages=2, take_turns=not problem.is_causal)
+    # Not taking turns and taking them: 1x16x16384x128 1.519, 1.576; 1x64x4096x128 0.399, 0.395; 8x16x2048x128 0.230,
+    # 0.225. Full, the fewer items a multiprocessor has, the more: 2048 queries and 16384 keys of 8, 16, 32 and 64 heads
+    # 0.238, 0.187; 0.423, 0.357; 0.788, 0.724; 1.594, 1.521; 1x8 of 65536 keys 0.997, 0.708; 1x16x16384x128, with 15.5
+    # items, 2.996, 3.027.
+    few_items = _items_per_multiprocessor(problem, problem.num_queries, 128) < 12
+    take_turns = problem.num_keys <= 8192 or (few_items and not problem.is_causal)
     return HopperForwardSettings(consumers=2, key_rows=128, num_stages=2, take_turns=take_turns)
 
 
@@ -106,23 +113,30 @@ def hopper_forward_is_faster(problem: AttentionProblem) -> bool:
 
     Lengths are those of the whole sequences, in a window, too.
     """
-    rows = hopper_forward_settings(problem).item_rows
-    items_per_multiprocessor = _items_per_multiprocessor(problem, problem.num_queries, rows)
+    settings = hopper_forward_settings(problem)
+    items_per_multiprocessor = _items_per_multiprocessor(problem, problem.num_queries, settings.item_rows)
     if problem.head_dim == 16:
         pays_off = problem.window is None and problem.num_keys > 8192
         pays_off = pays_off and items_per_multiprocessor >= (1.25 if problem.num_keys >= 32768 else 4)
     elif problem.head_dim == 32:
         pays_off = problem.num_keys > 1024 and items_per_multiprocessor >= (1.25 if problem.num_keys >= 16384 else 2)
-    elif problem.head_dim == 256:
-        pays_off = items_per_multiprocessor >= 1.4
     elif problem.head_dim == 64:
-        # Causal 4x25x512x64: 0.0244, plain Triton's 0.0219; full 4x16x512x64: 0.0190, 0.0240.
-        pays_off = problem.num_keys >= (513 if problem.is_causal else 512) and items_per_multiprocessor >= 1
+        # Causal 4x25x512x64: 0.0244, plain Triton's 0.0219; full 4x16x512x64: 0.0190, 0.0240. Items of full attention
+        # take the same time: one round of them that is nearly full, or most of a second one. Three consumers are taken
+        # where they save a round.
+        fills_rounds = 0.6 <= items_per_multiprocessor <= 1 or items_per_multiprocessor >= 1.6
+        pays_off = items_per_multiprocessor >= 1 if problem.is_causal else fills_rounds
+        pays_off = (pays_off or settings.consumers == 3) and problem.num_keys >= (513 if problem.is_causal else 512)
+    elif problem.is_causal:
+        # Programs of a single round wait for the one with the most keys.
+        is_long = min(problem.num_keys, problem.window or problem.num_keys) > 16 * problem.head_dim
+        pays_off = items_per_multiprocessor >= (1.05 if is_long else 0.9)
     else:
-        pays_off = problem.num_keys >= 512 and items_per_multiprocessor >= (0.9 if problem.num_keys <= 1024 else 1.4)
-        # A round that is nearly full: full 1x32 on 8 heads of keys, 512 queries and 16384 keys 0.236, Triton's 0.276.
-        fills_round = not problem.is_causal and problem.num_keys >= 8192 and 0.9 <= items_per_multiprocessor <= 1
-        pays_off = pays_off or fills_round
+        # Of 64 queries and fewer an item is half empty; plain Triton splits many keys.
+        fills_half = problem.head_dim == 256 or (problem.num_queries > 64 and problem.num_keys <= 4096)
+        pays_off = items_per_multiprocessor >= (0.45 if fills_half else 0.6)
+    if problem.head_dim == 128:
+        pays_off = pays_off and problem.num_keys >= 512
     return problem.tma_allowed and pays_off
 
 
@@ -137,6 +151,7 @@ def hopper_backward_is_faster(problem: AttentionProblem, deterministic: bool = F
     )
     if deterministic:
         items_per_multiprocessor /= problem.group_size
+    is_grouped = problem.group_size > 1 and not deterministic
     if problem.head_dim == 16:
         pays_off = False
     elif problem.head_dim == 256:
@@ -144,14 +159,19 @@ def hopper_backward_is_faster(problem: AttentionProblem, deterministic: bool = F
     elif problem.head_dim == 32:
         pays_off = problem.num_queries > 8192 and items_per_multiprocessor >= 1.9
     elif problem.head_dim == 64:
-        pays_off = problem.num_queries >= 512 and items_per_multiprocessor >= 1.8
+        # Of full attention also one round that is nearly full.
+        fills_round = not problem.is_causal and not deterministic and 0.9 <= items_per_multiprocessor <= 1
+        pays_off = items_per_multiprocessor >= (0.45 if is_grouped else 1.8) or fills_round
+        pays_off = pays_off and problem.num_queries >= 512
     else:
-        # Two halves of each item fill the GPU: HopperBackwardPlan cuts them.
-        in_halves = not problem.is_causal and not deterministic and 0.4 <= items_per_multiprocessor <= 0.5
-        # Few queries in full attention: with 8192 keys or more the kernel won in all shapes measured (docs/kernels.md).
-        has_many_keys = problem.num_keys >= 8192 and not problem.is_causal and not deterministic
-        pays_off = (problem.num_queries >= 512 or has_many_keys) and items_per_multiprocessor >= 1.4
-        pays_off = pays_off or (in_halves and problem.num_queries >= 2048)
+        least = 1.4 if deterministic else 0.35 if is_grouped else 1.05 if problem.is_causal else 0.6
+        pays_off = problem.num_queries >= 512 and items_per_multiprocessor >= least
+        if not problem.is_causal and not deterministic:
+            # Two halves of each item fill the GPU: HopperBackwardPlan cuts them.
+            in_halves = problem.num_queries >= 2048 and 0.4 <= items_per_multiprocessor <= 0.5
+            # Few queries: with 8192 keys or more the kernel won in all shapes measured (docs/kernels.md).
+            has_many_keys = problem.num_keys >= 8192 and items_per_multiprocessor >= 1.4
+            pays_off = pays_off or in_halves or has_many_keys
     if deterministic and problem.head_dim <= 64:
         # Fewer dimensions are not measured; 128 and 256 win wherever they do in any order.
         pays_off = pays_off and problem.head_dim == 64 and items_per_multiprocessor >= 3

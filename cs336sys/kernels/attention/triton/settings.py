@@ -92,9 +92,10 @@ def joint(tile: TileSettings) -> BackwardSettings:
     return BackwardSettings((BackwardPass(tile, computes_dkv=True, computes_dq=True),))
 
 
-# The fewest keys that the forward kernel splits, and the most splits.
+# The fewest keys that the forward kernel splits, and the most splits of several tiles of queries, and of one.
 MIN_SPLIT_KEYS = 1024
 MAX_SPLITS = 8
+MAX_SPLITS_OF_ONE_TILE = 32
 
 _INTERPRETER = TileSettings(query_rows=32, key_rows=16, num_warps=4, num_stages=1)
 
@@ -155,6 +156,10 @@ def _num_splits(problem: AttentionProblem, tile: TileSettings) -> int:
 
     Forward with 1, 2, 4 and 8 splits: 1x1x4096x64 0.0441, 0.0295, 0.0221, 0.0200; 1x1x16384x128 0.2224, 0.1442, 0.1539,
     0.1792. With two splits, 1x16x1024x64 takes 0.0223, without 0.0200.
+
+    Where no other tile reads a tile's keys, memory is the limit: one program, of head dimension 64 two. Full, a query a
+    head, with 8, 16 and 32 splits: 1x8 over 32768x128 0.0620, 0.0501, 0.0545; 32x1 over 8192x64 0.0313, 0.0367, 0.0377;
+    with 1, 2 and 4: 128x1 over 8192x128 0.1326, 0.1354, 0.1393; 64x1 over 8192x256 0.286, 0.166, 0.171.
     """
     # Not split: in the interpreter, which has no capability; of float32, which was not measured; and with few keys,
     # where the second launch costs the CPU more than the splits save the GPU.
@@ -164,9 +169,11 @@ def _num_splits(problem: AttentionProblem, tile: TileSettings) -> int:
     if problem.capability is None or problem.dtype == torch.float32 or num_keys < MIN_SPLIT_KEYS:
         return 1
     num_programs = problem.num_sequences * -(-problem.num_queries // tile.query_rows)
-    per_sm = 4 if num_keys >= 2 * MIN_SPLIT_KEYS else 1
+    per_sm, max_splits = 4 if num_keys >= 2 * MIN_SPLIT_KEYS else 1, MAX_SPLITS
+    if problem.num_queries <= tile.query_rows and problem.group_size == 1:
+        per_sm, max_splits = 1 if problem.head_dim > 64 else 2, MAX_SPLITS_OF_ONE_TILE
     splits = 1
-    while splits < MAX_SPLITS and 2 * splits * num_programs <= per_sm * problem.num_multiprocessors:
+    while splits < max_splits and 2 * splits * num_programs <= per_sm * problem.num_multiprocessors:
         splits *= 2
     return splits
 
