@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.cuda._memory_viz
+import torch.nn.functional as F
 from fake_cuda_allocator import DEVICE, AllocateFrom, FakeCudaAllocator
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -21,6 +22,7 @@ from cs336sys.settings.training import UserCode, Workload
 from cs336sys.training import memory_prediction as prediction
 from cs336sys.training.checkpoints import MemoryStep
 from cs336sys.training.memory_prediction import block_changes, predict_memory, predicted_timeline, timeline_peaks
+from cs336sys.training.user_models import torch_attention
 
 STRATEGIES = ("none", "block", "every=2", "nested")
 INSIDE_BLOCKS = ("sublayer", "attention", "ffn")
@@ -266,11 +268,10 @@ def test_gpu_cell(checkpointing, precision, tmp_path):
 FILE = Path(__file__).parents[1] / "user_models.py"
 
 
-def users(model):
+def users(model, **settings):
     size = choose_size("tiny", context=64, batch_size=2, vocab_size=50, d_model=32, d_ff=64, num_heads=4)
-    return MemoryWorkload(
-        Workload(size, device="cpu", warmup=1, steps=1, user=UserCode(f"{FILE}:{model}")), "none", trace=True
-    )
+    training = Workload(size, device="cpu", warmup=1, steps=1, user=UserCode(f"{FILE}:{model}"), **settings)
+    return MemoryWorkload(training, "none", trace=True)
 
 
 @pytest.mark.parametrize("model", ["Converted", "Deciding"])
@@ -283,6 +284,13 @@ def test_models_that_convert_copy_and_decide_are_traced(model):
     # But a number is not known.
     assert len(guesses) == (model == "Deciding")
     assert any("without oneDNN" in note for note in outcome.derived["notes"]) == torch.backends.mkldnn.is_available()
+
+
+def test_our_attention_in_another_model_holds_what_torchs_does():
+    cells = [users("causal_by_flag", attention=attention) for attention in ("flash", "sdpa")]
+    flash, torchs = (max(predicted_timeline(cell).timeline.totals()) for cell in cells)
+    assert flash == pytest.approx(torchs, rel=0.06)
+    assert F.scaled_dot_product_attention is torch_attention
 
 
 def test_failing_prediction_is_one_sentence_and_the_rest_is_measured():
