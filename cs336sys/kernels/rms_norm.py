@@ -1,5 +1,6 @@
 """RMSNorm, alone or of a sum with the residual stream, forward and backward in one pass over memory each."""
 
+import math
 from collections import namedtuple
 from typing import Any, NamedTuple
 
@@ -226,6 +227,8 @@ def empty_results(
         raise ValueError(f"x (..., d) needs a weight of shape (d,), got {tuple(x.shape)} and {tuple(weight.shape)}")
     if residual is not None and residual.shape != x.shape:
         raise ValueError(f"x and residual must have the same shape, got {tuple(x.shape)} and {tuple(residual.shape)}")
+    if not 0 <= eps < math.inf:
+        raise ValueError(f"eps is {eps}, but must be finite and at least 0")
     y = torch.empty(x.shape, dtype=dtype, device=x.device)
     if residual is None:
         total = torch.empty(0, dtype=x.dtype, device=x.device)
@@ -363,7 +366,7 @@ def rms_norm(
         by x + residual.
 
     Raises:
-        ValueError: shapes or devices do not fit together.
+        ValueError: shapes or devices do not fit together, or eps is out of range.
         TypeError: a dtype is not supported.
         CapabilityError: the tensors are not on a CUDA GPU, and the kernels were not loaded in Triton's interpreter.
         RuntimeError: it is differentiated twice.
