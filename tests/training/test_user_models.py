@@ -133,7 +133,7 @@ def test_wrong_update_is_not_explained_by_rounding(monkeypatch):
 
 
 def test_error_of_our_kernels_is_not_put_down_to_the_users_file(monkeypatch):
-    monkeypatch.setattr("cs336sys.kernels.rms_norm.launch_forward", None)
+    monkeypatch.setattr("cs336sys.kernels.rms_norm.forward_settings", None)
     cell = workload("Gated", kernels="fused", device=DEVICE.type)
     outcome = outcome_of(cell)
     assert outcome.status == "error"
