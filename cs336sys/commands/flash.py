@@ -129,7 +129,7 @@ def flash(
         return
     tables = partial(flash_tables, baseline=baseline)
     output.check_selection("flash", tables)
-    measure = f"measure:{'measure_own_attention' if attention.kernel else 'measure_flash'}"
+    measure = "measure:measure_flash"
     if attention.keep_settings:
         if why_no_triton() is not None:
             raise CapabilityError(f"--keep-settings needs {why_no_triton()}")

@@ -15,6 +15,7 @@ from cs336sys.errors import UsageError, choose_from
 from cs336sys.kernels import recognition
 from cs336sys.kernels.linear import WeightCopies, linear_of_copy
 from cs336sys.kernels.linear_cross_entropy import linear_cross_entropy
+from cs336sys.kernels.operators import DTYPES
 from cs336sys.kernels.recognition import CAPPED_LOSS_SCALE, Gate, Head
 from cs336sys.kernels.rms_norm import rms_norm
 from cs336sys.kernels.rope import rope, rope_qkv
@@ -98,7 +99,7 @@ def attention_forward(theta: float | None, attention: Attention) -> Callable:
     """Return the forward pass of causal self-attention by copies of weights; ``theta`` is None without rotations."""
 
     def forward(attn: Any, x: Tensor, token_positions: Tensor | None = None) -> Tensor:
-        if attn.qkv_copy is None:  # Without copies the module computes as its class does.
+        if not _reads_copy(attn.qkv_copy, x):  # Without copies the module computes as its class does.
             return type(attn).forward(attn, x, token_positions)
         gradient_dtype, weights = attn.gradient_dtype, (attn.q_proj.weight, attn.k_proj.weight, attn.v_proj.weight)
         qkv = linear_of_copy(x, attn.qkv_copy, *weights, gradient_dtype=gradient_dtype)
@@ -124,23 +125,8 @@ def attention_of(module: types.ModuleType) -> Attention:
     return attention
 
 
-_COURSE_GATE = Gate("w1", "w3", "w2")
-
-
 def _is_rms_norm(norm: Any) -> bool:
     return type(norm).__name__ == "RMSNorm" and recognition.norm_epsilon(norm) == norm.eps
-
-
-# By the name of a class in ``cs336_basics``: its fused forward pass, and whether a module of this name computes that.
-FORWARDS: dict[str, tuple[Callable, Callable[[Any], bool]]] = {
-    "RMSNorm": (_norm_forward, _is_rms_norm),
-    "SwiGLU": (gate_forward(_COURSE_GATE), lambda ffn: recognition.gate_layers(ffn) == _COURSE_GATE),
-    # A block's fused forward pass calls the norms with the residual.
-    "TransformerBlock": (
-        _block_forward,
-        lambda block: recognition.is_prenorm_block(block) and _is_rms_norm(block.ln1) and _is_rms_norm(block.ln2),
-    ),
-}
 
 
 def head_forward(head: Any, hidden: Tensor) -> Tensor:
@@ -179,21 +165,10 @@ ATTRIBUTES = {
     "TransformerBlock": ("ln1", "attn", "ln2", "ffn"),
 }
 
-# The layers of a module whose weights lie side by side in one copy, by the name of the module's class and the copy.
-STACKED = {
-    "CausalMultiHeadSelfAttention": {"qkv_copy": ("q_proj", "k_proj", "v_proj"), "output_copy": ("output_proj",)},
-    "SwiGLU": {"gate_up_copy": ("w1", "w3"), "down_copy": ("w2",)},
-}
-
+_COURSE_GATE = Gate("w1", "w3", "w2")
 HEAD = "lm_head"  # The model's last layer, by its name in the model.
 
-# By a kernel's name, the classes whose forward passes it replaces; the loss's kernel replaces the head's.
-KERNELS: dict[str, tuple[str, ...]] = {
-    "rms-norm": ("RMSNorm", "TransformerBlock"),
-    "rope": ("RotaryEmbedding",),
-    "swiglu": ("SwiGLU",),
-    "linear-cross-entropy": (),
-}
+KERNELS = ("rms-norm", "rope", "swiglu", "linear-cross-entropy")
 
 # The attributes of a fused last layer; targets and options of the loss have values within Fused.loss alone.
 _HEAD_STATE: dict[str, Any] = dict.fromkeys(("targets", "copy", "gradient_dtype", "softcap")) | {"loss_options": {}}
@@ -223,11 +198,11 @@ class Fused:
         replacements: Mapping[nn.Module, Replacement],
         kernels: Collection[str],
         head: Head | None,
-        recognized: Mapping[str, int] | None = None,
+        recognized: Mapping[str, int],
     ):
         """Put each module's replacement in; ``kernels``: names of :data:`KERNELS` that were asked for."""
         self.copies: WeightCopies | None = None
-        self.recognized = recognized or {}
+        self.recognized = recognized
         self._model = model
         self._replacements = dict(replacements)
         self._missing_kernels = [name for name in KERNELS if name not in kernels]
@@ -257,9 +232,11 @@ class Fused:
                 ``softcap`` (not for a model that caps its logits itself), ``class_weight``.
 
         Raises:
-            UsageError: no last layer without a bias computes what the model returns, this kernel was left out, or the
-                logits would be capped twice.
+            UsageError: no last layer without a bias computes what the model returns, this kernel was left out, the
+                logits would be capped twice, or the model is no longer fused.
         """
+        if self._model.__dict__.get(_HANDLE) is not self:
+            raise UsageError(f"{type(self._model).__name__} is no longer fused: fuse it again")
         if "linear-cross-entropy" in self._missing_kernels:
             raise UsageError("the loss without logits is linear-cross-entropy: the model was fused without it")
         if not self.computes_loss:
@@ -302,7 +279,7 @@ class Fused:
             gradient_dtype: float32, or ``dtype`` for an optimizer that takes gradients of another dtype than weights'.
 
         Raises:
-            UsageError: the model was fused with some of the kernels only.
+            UsageError: the model was fused with some of the kernels only, or it is none of these dtypes.
         """
         copies = self._stack(dtype, are_separate=True)  # The weights stay where they are.
         for module, replacement in self._replacements.items():
@@ -330,6 +307,8 @@ class Fused:
 
     def _stack(self, dtype: torch.dtype, *, are_separate: bool) -> WeightCopies:
         """Allocate copies, layers with one input below each other, which forward passes keep fresh."""
+        if dtype not in DTYPES:
+            raise UsageError(f"copies of weights in {dtype}: choose from {', '.join(map(str, DTYPES))}")
         if self._missing_kernels:
             missing = ", ".join(self._missing_kernels)
             raise UsageError(f"copies of weights need all fused kernels: {missing} is left out")
@@ -416,82 +395,57 @@ def fuse(model: nn.Module, attention: Attention | None = None, only: Collection[
         UsageError: an attribute is missing, nothing can be replaced, ``only`` has a name that does not exist or that
             nothing in the model computes, or the model is fused already; the model is as it was.
     """
-    for name in only or ():
+    kernels = KERNELS if only is None else tuple(only) or ("",)  # None at all is refused as one without a name.
+    for name in kernels:
         if name not in KERNELS:
             raise UsageError(f"kernel '{name}': {choose_from(name, KERNELS)}")
-    kernels = tuple(KERNELS if only is None else only)
-    names = {type(module).__name__ for module in model.modules()}
-    if names.issuperset(ATTRIBUTES):
-        return _fuse_course_model(model, attention, kernels)
-    return _fuse_recognized(model, kernels)
+    is_course = {type(module).__name__ for module in model.modules()}.issuperset(ATTRIBUTES)
+    if is_course:
+        _check_course_modules(model)
+    elif fused_kernels(model) is not None:
+        raise UsageError(f"{type(model).__name__} is fused already: undo that first")
+    head = recognition.find_head(model) if "linear-cross-entropy" in kernels else None
+    if is_course and head is not None and head.layer is not getattr(model, HEAD, None):
+        head = None  # In this model modules are known by their names.
+    replacements, counts = _find_replacements(model, is_course, attention, kernels, head)
+    if is_course and not replacements:
+        raise UsageError(
+            f"{type(model).__name__} has the class names of cs336_basics, but none of its modules computes what "
+            f"{', '.join(kernels)} would compute in its place"
+        )
+    # Of all kernels a model need not have each; those that were chosen by name it must have.
+    missing = [kernel for kernel in kernels if kernel not in counts]
+    if not is_course and (not counts or (missing and set(kernels) != set(KERNELS))):
+        raise UsageError(
+            f"{type(model).__name__} has no module that {', '.join(missing)} can replace: in a model without the "
+            f"classes {', '.join(ATTRIBUTES)}, fused kernels replace RMSNorms, SwiGLUs of three linear layers without "
+            "biases, and such a layer at the end whose output the model returns or caps"
+        )
+    recognized = {} if is_course else {kernel: counts[kernel] for kernel in KERNELS if kernel in counts}
+    return Fused(model, replacements, kernels, head, recognized)
 
 
-def _fuse_course_model(model: nn.Module, attention: Attention | None, kernels: Collection[str]) -> Fused:
-    """Fuse a model that has the class names of ``cs336_basics``, see :func:`fuse`."""
-    replaced_classes = {name for kernel in kernels for name in KERNELS[kernel]}
-    if set(kernels) == set(KERNELS):
-        # Its fused forward pass differs only with copies of the weights, which need all kernels.
-        replaced_classes.add("CausalMultiHeadSelfAttention")
-    course_modules = {
-        path: module
-        for path, module in model.named_modules()
-        if type(module).__name__ in {*ATTRIBUTES, "RotaryEmbedding"}  # a model need not have rotations
-    }
-    for path, module in course_modules.items():
-        _refuse_own_forward(path, module)
+def _check_course_modules(model: nn.Module) -> None:
+    """Refuse modules with names of ``cs336_basics`` that lack an attribute, or have a forward pass of their own."""
+    for path, module in model.named_modules():
         name = type(module).__name__
+        if name not in {*ATTRIBUTES, "RotaryEmbedding"}:  # A model need not have rotations.
+            continue
+        _refuse_own_forward(path, module)
         missing = [attribute for attribute in ATTRIBUTES.get(name, ()) if not hasattr(module, attribute)]
         if missing:
             raise UsageError(
                 f"{path} ({name}) has no {' and no '.join(missing)}: fused kernels need {', '.join(ATTRIBUTES[name])}"
             )
-    replacements: dict[nn.Module, Replacement] = {}
-    for path, module in course_modules.items():
-        name = type(module).__name__
-        forward = _course_forward(model, path, module, attention) if name in replaced_classes else None
-        if forward is not None:
-            stacks = {
-                copy: tuple(getattr(module, layer) for layer in layers)
-                for copy, layers in STACKED.get(name, {}).items()
-            }
-            replacements[module] = Replacement(forward, stacks)
-    head = recognition.find_head(model) if "linear-cross-entropy" in kernels else None
-    # In this model modules are known by their names.
-    if head is not None and head.layer is not getattr(model, HEAD, None):
-        head = None
-    if head is not None:
-        replacements[head.layer] = Replacement(head_forward)
-    if not replacements:
-        raise UsageError(
-            f"{type(model).__name__} has the class names of cs336_basics, but none of its modules computes what "
-            f"{', '.join(kernels)} would compute in its place"
-        )
-    return Fused(model, replacements, kernels, head)
 
 
-def _course_forward(model: nn.Module, path: str, module: Any, attention: Attention | None) -> Callable | None:
-    """Return the fused forward pass of a module with a name of ``cs336_basics``, or None if it computes otherwise."""
-    name = type(module).__name__
-    if name == "RotaryEmbedding":
-        base = rotation_base(model, path, module)
-        attn: Any = next(part for part in model.modules() if type(part).__name__ == "CausalMultiHeadSelfAttention")
-        head_dim = len(attn.q_proj.weight) // attn.num_heads
-        return rotation_forward(base) if recognition.is_rotation(module, base, head_dim) else None
-    if name == "CausalMultiHeadSelfAttention":
-        rotation: Any = module.positional_encoder
-        if len(list(module.parameters())) != 4:
-            return None  # Besides the four projections it has biases, or norms of queries and keys.
-        theta = None if rotation is None else rotation_base(model, path, rotation)
-        return attention_forward(theta, attention or attention_of(sys.modules[type(module).__module__]))
-    forward, is_same = FORWARDS[name]
-    return forward if is_same(module) else None
+def _find_replacements(
+    model: nn.Module, is_course: bool, attention: Attention | None, kernels: Collection[str], head: Head | None
+) -> tuple[dict[nn.Module, Replacement], Counter[str]]:
+    """Return what replaces each module, by its name or what it computes, and how many modules each kernel replaces.
 
-
-def _fuse_recognized(model: nn.Module, kernels: Collection[str]) -> Fused:
-    """Fuse a model whose modules are recognized by their outputs, see :func:`fuse`."""
-    if fused_kernels(model) is not None:
-        raise UsageError(f"{type(model).__name__} is fused already: undo that first")
-    head = recognition.find_head(model) if "linear-cross-entropy" in kernels else None
+    Of a model that ``is_course`` no modules but the head are counted.
+    """
     replacements: dict[nn.Module, Replacement] = {}
     counts: Counter[str] = Counter()
     owners = _count_owners(model)
@@ -499,7 +453,13 @@ def _fuse_recognized(model: nn.Module, kernels: Collection[str]) -> Fused:
     for path, module in model.named_modules():
         if module in stacked_layers:
             continue  # Its SwiGLU computes it.
-        kernel, replacement = _recognize(module, kernels, head, owners)
+        kernel, replacement = None, None
+        if head is not None and module is head.layer:
+            kernel, replacement = "linear-cross-entropy", Replacement(head_forward)
+        elif is_course:
+            replacement = _course_replacement(model, path, module, attention, kernels)
+        else:
+            kernel, replacement = _recognize(module, kernels, owners)
         if replacement is None:
             continue
         _refuse_own_forward(path, module)
@@ -507,20 +467,46 @@ def _fuse_recognized(model: nn.Module, kernels: Collection[str]) -> Fused:
         stacked_layers.update(itertools.chain.from_iterable(replacement.stacks.values()))
         if kernel is not None:
             counts[kernel] += 1
-    # Of all kernels a model need not have each; those that were chosen by name it must have.
-    missing = [kernel for kernel in kernels if kernel not in counts]
-    if not counts or (missing and set(kernels) != set(KERNELS)):
-        raise UsageError(
-            f"{type(model).__name__} has no module that {', '.join(missing)} can replace: in a model without the "
-            f"classes {', '.join(ATTRIBUTES)}, fused kernels replace RMSNorms, SwiGLUs of three linear layers without "
-            "biases, and such a layer at the end whose output the model returns or caps"
-        )
-    recognized = {kernel: counts[kernel] for kernel in KERNELS if kernel in counts}
-    return Fused(model, replacements, kernels, head, recognized)
+    return replacements, counts
+
+
+def _course_replacement(
+    model: nn.Module, path: str, module: Any, attention: Attention | None, kernels: Collection[str]
+) -> Replacement | None:
+    """Return what replaces a module with a name of ``cs336_basics``, or None if nothing does or it computes otherwise.
+
+    Attention's fused forward pass differs only with copies of the weights, which need all kernels.
+    """
+    match type(module).__name__:
+        case "RMSNorm" if "rms-norm" in kernels and _is_rms_norm(module):
+            return Replacement(_norm_forward)
+        case "TransformerBlock" if "rms-norm" in kernels and recognition.is_prenorm_block(module):
+            # It calls the norms with the residual.
+            return Replacement(_block_forward) if _is_rms_norm(module.ln1) and _is_rms_norm(module.ln2) else None
+        case "SwiGLU" if "swiglu" in kernels and recognition.gate_layers(module) == _COURSE_GATE:
+            return _gate_replacement(module, _COURSE_GATE)
+        case "RotaryEmbedding" if "rope" in kernels:
+            base = rotation_base(model, path, module)
+            attn: Any = next(part for part in model.modules() if type(part).__name__ == "CausalMultiHeadSelfAttention")
+            head_dim = len(attn.q_proj.weight) // attn.num_heads
+            return Replacement(rotation_forward(base)) if recognition.is_rotation(module, base, head_dim) else None
+        case "CausalMultiHeadSelfAttention" if set(kernels) == set(KERNELS) and len(list(module.parameters())) == 4:
+            # With more parameters than the projections' it has biases, or norms of queries and keys.
+            rotation: Any = module.positional_encoder
+            theta = None if rotation is None else rotation_base(model, path, rotation)
+            forward = attention_forward(theta, attention or attention_of(sys.modules[type(module).__module__]))
+            projections = module.q_proj, module.k_proj, module.v_proj
+            return Replacement(forward, {"qkv_copy": projections, "output_copy": (module.output_proj,)})
+    return None
+
+
+def _gate_replacement(module: nn.Module, gate: Gate) -> Replacement:
+    layers = tuple(module.get_submodule(name) for name in gate)
+    return Replacement(gate_forward(gate), {"gate_up_copy": layers[:2], "down_copy": layers[2:]})
 
 
 def _recognize(
-    module: nn.Module, kernels: Collection[str], head: Head | None, owners: Mapping[nn.Parameter | None, int]
+    module: nn.Module, kernels: Collection[str], owners: Mapping[nn.Parameter | None, int]
 ) -> tuple[str | None, Replacement | None]:
     """Return the name of the kernel that can replace a module, and what replaces it; twice None if nothing can.
 
@@ -528,16 +514,12 @@ def _recognize(
     kernels: where one is left out, linear layers stay as they are. Weights with several ``owners`` would have several
     copies, of which an optimizer writes one: they get none.
     """
-    if head is not None and module is head.layer:
-        return "linear-cross-entropy", Replacement(head_forward)
     eps = recognition.norm_epsilon(module) if "rms-norm" in kernels else None
     if eps is not None:
         return "rms-norm", Replacement(norm_forward(eps))
     gate = recognition.gate_layers(module) if "swiglu" in kernels else None
-    if gate is not None:
-        layers = tuple(module.get_submodule(name) for name in gate)
-        if all(owners[layer.get_parameter("weight")] == 1 for layer in layers):
-            return "swiglu", Replacement(gate_forward(gate), {"gate_up_copy": layers[:2], "down_copy": layers[2:]})
+    if gate is not None and all(owners[module.get_parameter(f"{name}.weight")] == 1 for name in gate):
+        return "swiglu", _gate_replacement(module, gate)
     if set(kernels) == set(KERNELS) and recognition.is_linear(module) and owners[module.get_parameter("weight")] == 1:
         return None, Replacement(_linear_forward, {"weight_copy": (module,)})
     return None, None

@@ -9,10 +9,10 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from cs336sys.kernels.autograd import once_differentiable
-from cs336sys.kernels.operators import as_rows, define_operator, needs_operators
+from cs336sys.kernels.operators import as_rows, define_call
 
 
-def _weight_gradient(grad: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
+def _multiply(grad: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
     """Multiply grad (..., d_out)^T x (..., d_in) -> (d_out, d_in), summed in float32 and rounded once, to ``dtype``."""
     grad_rows, rows = as_rows(grad), as_rows(x)
     if dtype == rows.dtype:
@@ -23,9 +23,10 @@ def _weight_gradient(grad: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
     return grad_rows.mT.to(dtype) @ rows.to(dtype)
 
 
-_weight_gradient_operator = define_operator(
+# The gradient (d_out, d_in) of a linear layer's weight, from grad, x and dtype; see :func:`linear_of_copy`.
+weight_gradient = define_call(
     "linear_weight_gradient(Tensor grad, Tensor x, ScalarType dtype) -> Tensor",
-    _weight_gradient,
+    _multiply,
     fake=lambda grad, x, dtype: torch.empty((grad.shape[-1], x.shape[-1]), dtype=dtype, device=x.device),
 )
 
@@ -33,12 +34,6 @@ _weight_gradient_operator = define_operator(
 @register_flop_formula(torch.ops.cs336sys.linear_weight_gradient)
 def _product_flops(grad_shape: torch.Size, x_shape: torch.Size, *args: Any, **kwargs: Any) -> int:
     return 2 * math.prod(grad_shape) * x_shape[-1]
-
-
-def weight_gradient(grad: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the gradient (d_out, d_in) of a linear layer's weight in ``dtype``; see :func:`linear_of_copy`."""
-    compute = _weight_gradient_operator if needs_operators(grad) else _weight_gradient
-    return compute(grad, x, dtype)
 
 
 class LinearOfCopy(torch.autograd.Function):

@@ -2,7 +2,6 @@
 
 import math
 from collections import namedtuple
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -12,25 +11,15 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from cs336sys.accounting.activations import LOGITS_CHUNK_BYTES
-from cs336sys.kernels.autograd import once_differentiable
-from cs336sys.kernels.operators import DTYPES, as_rows, check_tensors, define_gradient, define_operator, needs_operators
-
-
-@triton.jit
-def cross_entropy_count_kernel(
-    target_ptr, count_ptr, is_allowed_ptr, num_tokens, num_columns, ignore_index, TILE: tl.constexpr
-):
-    """Count the targets that are not ignored, and store whether all of these are in the vocabulary; one program."""
-    count = tl.zeros((TILE,), tl.int64)
-    num_outside = tl.zeros((TILE,), tl.int32)
-    for start in range(0, num_tokens, TILE):
-        token = start + tl.arange(0, TILE)
-        target = tl.load(target_ptr + token, mask=token < num_tokens, other=ignore_index)
-        is_counted = target != ignore_index
-        count += is_counted.to(tl.int64)
-        num_outside += (is_counted & ((target < 0) | (target >= num_columns))).to(tl.int32)
-    tl.store(count_ptr, tl.sum(count, axis=0))
-    tl.store(is_allowed_ptr, tl.sum(num_outside, axis=0) == 0)
+from cs336sys.kernels.operators import (
+    DTYPES,
+    as_rows,
+    check_tensors,
+    define_call,
+    define_function,
+    define_gradient,
+    needs_operators,
+)
 
 
 @triton.jit
@@ -230,7 +219,6 @@ MIN_CHUNK_TOKENS = 1024
 MAX_COLUMN_TILE = 4096
 COLUMNS_OF_A_WARP = 512
 
-COUNT_TILE = 4096
 SCALE_TILE = 8192
 MAX_SCALE_PROGRAMS = 1024
 
@@ -300,6 +288,9 @@ def check_arguments(hidden: Tensor, weight: Tensor, targets: Tensor, options: Lo
         raise ValueError(f"label_smoothing is {options.label_smoothing}, but must be between 0 and 1")
     if not 0 <= options.z_loss < math.inf:
         raise ValueError(f"z_loss is {options.z_loss}, but must be finite and at least 0")
+    if options.gradient_dtype not in (None, *DTYPES):
+        choices = ", ".join(map(str, DTYPES))
+        raise TypeError(f"gradient_dtype {options.gradient_dtype} is not supported: choose None or one of {choices}")
     if options.reduction not in REDUCTIONS:
         raise ValueError(f"reduction {options.reduction!r} does not exist: choose one of {', '.join(REDUCTIONS)}")
     if options.softcap is not None and not 0 < options.softcap < math.inf:
@@ -320,44 +311,10 @@ def check_arguments(hidden: Tensor, weight: Tensor, targets: Tensor, options: Lo
         raise ValueError(f"z_loss {options.z_loss} cannot be combined with class_weight: choose z_loss=0 or no weights")
 
 
-def _count_targets(targets: Tensor, vocab_size: int, ignore_index: int) -> Tensor:
-    """Count targets that are not ignored, as a scalar on their device.
-
-    A target outside the vocabulary is, as in torch's cross-entropy, an IndexError on the CPU and a device-side
-    assertion on a GPU, for which the host does not wait.
-    """
-    count = torch.empty((), dtype=torch.int64, device=targets.device)
-    is_allowed = torch.empty((), dtype=torch.bool, device=targets.device)
-    with torch.cuda.device_of(targets):
-        cross_entropy_count_kernel[(1,)](
-            targets, count, is_allowed, len(targets), vocab_size, ignore_index, TILE=COUNT_TILE, num_warps=16
-        )
-    if targets.is_cuda:
-        torch._assert_async(is_allowed, f"linear_cross_entropy: a target is not in [0, {vocab_size})")
-    elif not is_allowed:
-        outside = (targets != ignore_index) & ((targets < 0) | (targets >= vocab_size))
-        raise IndexError(
-            f"target {targets[outside][0].item()} is not in the vocabulary: it must be in [0, {vocab_size}) "
-            f"or ignore_index ({ignore_index})"
-        )
-    return count
-
-
 def kept_dtype(weight_dtype: torch.dtype, dtype: torch.dtype, gradient_dtype: torch.dtype | None = None) -> torch.dtype:
     """Return the dtype in which the weight's gradient is kept for backward."""
     # float16 sums that are not yet divided by the number of tokens would overflow.
     return torch.float32 if torch.float16 in (dtype, weight_dtype, gradient_dtype) else gradient_dtype or weight_dtype
-
-
-def _sums_dtype(weight: Tensor, dtype: torch.dtype, kept: torch.dtype, logits_bytes: int) -> torch.dtype:
-    """Return the dtype in which the weight's gradient is summed over chunks; ``kept`` is :func:`kept_dtype`."""
-    if dtype != torch.bfloat16 or kept == torch.float32:
-        return torch.float32
-    # Rounded after each of eight chunks, 151,936 x 4096 sums were off by 0.0025 of their norm; rounded once, by 0.0016.
-    token_bytes = logits_bytes_of_a_token(len(weight), dtype)
-    sums_fit = CHUNK_BYTES - 4 * weight.numel() >= MIN_CHUNK_TOKENS * token_bytes
-    has_several_chunks = logits_bytes > CHUNK_BYTES
-    return torch.float32 if sums_fit and has_several_chunks else torch.bfloat16
 
 
 def _allocate_grad_weight(
@@ -370,12 +327,17 @@ def _allocate_grad_weight(
     _, makes_grad_weight = options.makes_gradients
     if not makes_grad_weight:
         return torch.empty(0, dtype=options.dtype, device=weight.device), CHUNK_BYTES
-    logits_bytes = num_tokens * logits_bytes_of_a_token(len(weight), options.dtype)
-    sums_dtype = _sums_dtype(weight, options.dtype, kept, logits_bytes)
-    has_wide_sums = kept == torch.bfloat16 and sums_dtype == torch.float32
+    sums_dtype, sums_bytes = torch.float32, 4 * weight.numel()
+    # Rounded after each of eight chunks, 151,936 x 4096 sums were off by 0.0025 of their norm; rounded once, by 0.0016.
+    if options.dtype == kept == torch.bfloat16:
+        token_bytes = logits_bytes_of_a_token(len(weight), options.dtype)
+        sums_fit = CHUNK_BYTES - sums_bytes >= MIN_CHUNK_TOKENS * token_bytes
+        has_several_chunks = num_tokens * token_bytes > CHUNK_BYTES
+        sums_dtype = torch.float32 if sums_fit and has_several_chunks else torch.bfloat16
     allocate = torch.empty if num_tokens else torch.zeros  # Without tokens no product writes it.
+    has_wide_sums = kept == torch.bfloat16 and sums_dtype == torch.float32
     grad_weight = allocate(weight.shape, dtype=sums_dtype, device=weight.device)
-    return grad_weight, CHUNK_BYTES - (4 * weight.numel() if has_wide_sums else 0)  # 4 bytes: float32.
+    return grad_weight, CHUNK_BYTES - (sums_bytes if has_wide_sums else 0)
 
 
 def logits_bytes_of_a_token(vocab_size: int, dtype: torch.dtype) -> int:
@@ -460,11 +422,23 @@ def launch_forward(
 
 
 def _count_weights(targets: Tensor, vocab_size: int, options: LossOptions) -> tuple[Tensor, Tensor]:
-    """Return the sum of the targets' weights, by which a mean is divided, and the sum of all class weights."""
-    count = _count_targets(targets, vocab_size, options.ignore_index)
-    if options.class_weight is None:
-        return count, count  # The second stands in for a sum that the kernel does not read.
+    """Return the sum of the targets' weights, by which a mean is divided, and the sum of all class weights.
+
+    A target outside the vocabulary is, as in torch's cross-entropy, an IndexError on the CPU and a device-side
+    assertion on a GPU, for which the host does not wait.
+    """
     is_counted = targets != options.ignore_index
+    is_outside = is_counted & ((targets < 0) | (targets >= vocab_size))
+    if targets.is_cuda:
+        torch._assert_async(~is_outside.any(), f"linear_cross_entropy: a target is not in [0, {vocab_size})")
+    elif is_outside.any():
+        raise IndexError(
+            f"target {targets[is_outside][0].item()} is not in the vocabulary: it must be in [0, {vocab_size}) "
+            f"or ignore_index ({options.ignore_index})"
+        )
+    if options.class_weight is None:
+        count = is_counted.sum()
+        return count, count  # The second stands in for a sum that the kernel does not read.
     weights = options.class_weight[targets.where(is_counted, 0)].where(is_counted, 0)
     return weights.sum(), options.class_weight.sum()
 
@@ -544,7 +518,7 @@ def _fake_forward(
     )
 
 
-_operator = define_operator(
+_compute = define_call(
     "linear_cross_entropy(Tensor hidden, Tensor weight, Tensor targets, int ignore_index, float label_smoothing, "
     "float z_loss, ScalarType dtype, bool needs_grad_hidden, bool needs_grad_weight, Tensor? copy=None, "
     "ScalarType? gradient_dtype=None, str reduction='mean', float? softcap=None, Tensor? class_weight=None, "
@@ -559,39 +533,39 @@ def _save_for_backward(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> N
     options = LossOptions(*arguments)
     ctx.hidden_shape, ctx.gradient_dtype = hidden.shape, options.gradient_dtype or weight.dtype
     ctx.options = options._replace(copy=None, class_weight=None)  # Tensors are kept by save_for_backward() alone.
+    ctx.set_materialize_grads(False)  # Zeros for the results that are gradients would be as large as these.
     if options.is_deferred:
         ctx.save_for_backward(hidden, weight, targets, options.copy, options.class_weight)
     else:
         ctx.save_for_backward(*output[2:])
 
 
-def _gradients(ctx: Any, grad_loss: Tensor, compute: Callable) -> tuple[Tensor, Tensor, Tensor | None, bool]:
-    """Return gradients of hidden and weight, the factor that they lack, and whether they may be overwritten."""
-    if not ctx.options.is_deferred:
+def _differentiate(ctx: Any, grad_loss: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Return the gradients of the operator's arguments: none if nothing has read the loss."""
+    options = ctx.options
+    no_gradients = (None,) * (1 + len(options))  # Of targets and options.
+    if grad_loss is None:
+        return None, None, *no_gradients
+    are_compiled = needs_operators(grad_loss)
+    if options.is_deferred:
+        hidden, weight, targets, copy, class_weight = ctx.saved_tensors
+        options = options._replace(copy=copy, class_weight=class_weight, grad_loss=grad_loss)
+        _, _, grad_hidden, grad_weight, factor = _compute(hidden, weight, targets, *options)
+        overwrite = True  # They were made for this pass alone.
+    else:
         grad_hidden, grad_weight, factor = ctx.saved_tensors
-        # A second backward pass would scale gradients in place twice, or change those that the first has returned.
-        is_last_pass = not torch._C._autograd._get_current_graph_task_keep_graph()
         factor = factor * grad_loss if factor.numel() else grad_loss  # An empty factor is 1.
-        return grad_hidden, grad_weight, factor, is_last_pass
-    hidden, weight, targets, copy, class_weight = ctx.saved_tensors
-    options = ctx.options._replace(copy=copy, class_weight=class_weight, grad_loss=grad_loss)
-    _, _, grad_hidden, grad_weight, factor = compute(hidden, weight, targets, *options)
-    return grad_hidden, grad_weight, factor if factor.numel() else None, True  # They were made for this pass alone.
-
-
-def _differentiate(ctx: Any, grad_loss: Tensor, *others: Any) -> tuple:
-    """Return the gradients of the arguments, for compilers, which may not write to memory kept for backward."""
-    grad_hidden, grad_weight, factor, _ = _gradients(ctx, grad_loss, _operator)
-    if factor is not None:
+        # A second backward pass would scale gradients in place twice, or change those that the first has returned.
+        overwrite = not torch._C._autograd._get_current_graph_task_keep_graph()
+    if factor.numel() and are_compiled:  # Compilers may not write to memory kept for backward.
         grad_hidden, grad_weight = grad_hidden * factor, grad_weight * factor
-    return _gradients_of_arguments(ctx, grad_hidden, grad_weight)
-
-
-def _gradients_of_arguments(ctx: Any, grad_hidden: Tensor, grad_weight: Tensor) -> tuple[Tensor | None, ...]:
+    elif factor.numel():
+        grad_hidden = launch_scale(grad_hidden, factor, grad_hidden.dtype, overwrite)
+        grad_weight = launch_scale(grad_weight, factor, ctx.gradient_dtype, overwrite)
     return (
-        grad_hidden.view(ctx.hidden_shape) if ctx.options.needs_grad_hidden else None,
-        grad_weight.to(ctx.gradient_dtype) if ctx.options.needs_grad_weight else None,
-        *(None,) * (1 + len(ctx.options)),  # targets and options
+        grad_hidden.view(ctx.hidden_shape) if options.needs_grad_hidden else None,
+        grad_weight.to(ctx.gradient_dtype) if options.needs_grad_weight else None,
+        *no_gradients,
     )
 
 
@@ -608,31 +582,8 @@ def _flops(
     return 2 * num_products * math.prod(hidden_shape) * weight_shape[0]
 
 
-class LinearCrossEntropy(torch.autograd.Function):
-    """``LinearCrossEntropy.apply(hidden, weight, targets, *LossOptions(...))``; see :func:`linear_cross_entropy`.
-
-    Returns the loss and the logsumexp.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
-        compute = _operator if needs_operators(hidden) else launch_forward
-        output = compute(hidden, weight, targets, *options)
-        _save_for_backward(ctx, (hidden, weight, targets, *options), output)
-        loss, logsumexp = output[:2]
-        ctx.mark_non_differentiable(logsumexp)
-        return loss, logsumexp
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_loss: Tensor, _: Any) -> tuple[Tensor | None, ...]:
-        if needs_operators(grad_loss):
-            return _differentiate(ctx, grad_loss)
-        grad_hidden, grad_weight, factor, overwrite = _gradients(ctx, grad_loss, launch_forward)
-        if factor is not None:
-            grad_hidden = launch_scale(grad_hidden, factor, grad_hidden.dtype, overwrite)
-            grad_weight = launch_scale(grad_weight, factor, ctx.gradient_dtype, overwrite)
-        return _gradients_of_arguments(ctx, grad_hidden, grad_weight)
+# Dispatch modes see this function, too, and in it the operator; compilers see the operator alone.
+LinearCrossEntropy = define_function("LinearCrossEntropy", _compute, _differentiate, _save_for_backward, twice=False)
 
 
 def linear_cross_entropy(
@@ -702,8 +653,6 @@ def linear_cross_entropy(
         softcap, class_weight,
     )  # fmt: skip
     with torch.autocast(device_type, enabled=False):
-        if torch.compiler.is_compiling():
-            loss, logsumexp = _operator(hidden, weight, targets, *options)[:2]
-        else:
-            loss, logsumexp = LinearCrossEntropy.apply(hidden, weight, targets, *options)
+        compute = _compute if torch.compiler.is_compiling() else LinearCrossEntropy.apply
+        loss, logsumexp, *_ = compute(hidden, weight, targets, *options)
     return (loss, logsumexp.detach()) if return_logsumexp else loss

@@ -48,6 +48,22 @@ def define_gradient(name: str, differentiate: Callable, save: Callable) -> None:
     _library.impl(name, define_function(name, below_autograd, differentiate, save, twice=True).apply, "Autograd")
 
 
+def define_call(
+    schema: str, function: Callable, fake: Callable, *, name: str = "", differentiate: Callable | None = None,
+    save: Callable | None = None, twice: bool = False,
+) -> Callable:  # fmt: skip
+    """Define an operator, and return what calls it where :func:`needs_operators` of the first argument, a tensor.
+
+    Other calls go to the function or, with a gradient, to an autograd function of this name. Arguments are those of
+    :func:`define_operator` and :func:`define_function`.
+    """
+    operator = define_operator(schema, function, fake)
+    if differentiate is not None and save is not None:
+        define_gradient(schema.partition("(")[0], differentiate, save)
+        function = define_function(name, function, differentiate, save, twice=twice).apply
+    return lambda *arguments: (operator if needs_operators(arguments[0]) else function)(*arguments)
+
+
 def define_function(name: str, compute: Callable, differentiate: Callable, save: Callable, *, twice: bool) -> Any:
     """Return the ``torch.autograd.Function`` that computes as an operator does, for calls that need no operator.
 

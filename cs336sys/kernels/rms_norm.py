@@ -1,5 +1,6 @@
 """RMSNorm, alone or of a sum with the residual stream, forward and backward in one pass over memory each."""
 
+import math
 from collections import namedtuple
 from typing import Any, NamedTuple
 
@@ -9,7 +10,6 @@ import triton.language as tl
 from torch import Tensor
 
 from cs336sys.kernels import operators
-from cs336sys.kernels.autograd import once_differentiable
 
 Matrix = namedtuple("Matrix", "pointer strides")  # A matrix, with strides of its rows and columns.
 
@@ -227,6 +227,8 @@ def empty_results(
         raise ValueError(f"x (..., d) needs a weight of shape (d,), got {tuple(x.shape)} and {tuple(weight.shape)}")
     if residual is not None and residual.shape != x.shape:
         raise ValueError(f"x and residual must have the same shape, got {tuple(x.shape)} and {tuple(residual.shape)}")
+    if not 0 <= eps < math.inf:
+        raise ValueError(f"eps is {eps}, but must be finite and at least 0")
     y = torch.empty(x.shape, dtype=dtype, device=x.device)
     if residual is None:
         total = torch.empty(0, dtype=x.dtype, device=x.device)
@@ -306,13 +308,7 @@ def launch_backward(
     return grad_x, grad_residual, operators.sum_of_partials(partial_grad_weight, weight.dtype)
 
 
-_forward_operator = operators.define_operator(
-    "rms_norm_forward(Tensor x, Tensor weight, Tensor? residual, float eps, ScalarType dtype)"
-    " -> (Tensor, Tensor, Tensor)",
-    launch_forward,
-    fake=empty_results,
-)
-_backward_operator = operators.define_operator(
+_backward = operators.define_call(
     "rms_norm_backward(Tensor grad_y, Tensor? grad_total, Tensor total, Tensor weight, Tensor inverse_rms,"
     " ScalarType x_dtype, ScalarType? residual_dtype) -> (Tensor, Tensor, Tensor)",
     launch_backward,
@@ -324,17 +320,16 @@ def _save_for_backward(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor, Te
     x, weight, residual, *_ = inputs
     _, total, inverse_rms = output
     ctx.dtypes = x.dtype, None if residual is None else residual.dtype
+    ctx.set_materialize_grads(False)  # Zeros for what nothing reads, the inverse RMS and an empty sum, take a launch.
     ctx.save_for_backward(x if residual is None else total, weight, inverse_rms)
 
 
-def _differentiate(ctx: Any, grad_y: Tensor, grad_total: Tensor | None = None, *_) -> tuple:
-    """Return gradients of the operator's arguments; ``grad_total``: of the sum."""
+def _differentiate(ctx: Any, grad_y: Tensor | None, grad_total: Tensor | None, _: Tensor | None) -> tuple:
+    """Return gradients of the operator's arguments; ``grad_total``: of the sum. None: of what nothing has read."""
     total, weight, inverse_rms = ctx.saved_tensors
     x_dtype, residual_dtype = ctx.dtypes
-    if residual_dtype is None:
-        grad_total = None  # The operator's second output is empty then, and so is its gradient.
-    backward = _backward_operator if operators.needs_operators(grad_y) else launch_backward
-    grad_x, grad_residual, grad_weight = backward(
+    grad_y = torch.zeros_like(total) if grad_y is None else grad_y
+    grad_x, grad_residual, grad_weight = _backward(
         grad_y, grad_total, total, weight, inverse_rms, x_dtype, residual_dtype
     )
     if residual_dtype is None:
@@ -343,24 +338,11 @@ def _differentiate(ctx: Any, grad_y: Tensor, grad_total: Tensor | None = None, *
     return grad_x, grad_weight, grad_x if residual_dtype == x_dtype else grad_residual, None, None
 
 
-operators.define_gradient("rms_norm_forward", _differentiate, _save_for_backward)
-
-
-class RMSNorm(torch.autograd.Function):
-    """``RMSNorm.apply(x, weight, residual, eps, dtype of y)``; see :func:`rms_norm`."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, residual: Tensor | None, eps: float, dtype: torch.dtype
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        y, total, inverse_rms = launch_forward(x, weight, residual, eps, dtype)
-        _save_for_backward(ctx, (x, weight, residual), (y, total, inverse_rms))
-        return y if residual is None else (y, total)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_y: Tensor, grad_total: Tensor | None = None) -> tuple:
-        return _differentiate(ctx, grad_y, grad_total)
+_forward = operators.define_call(
+    "rms_norm_forward(Tensor x, Tensor weight, Tensor? residual, float eps, ScalarType dtype)"
+    " -> (Tensor, Tensor, Tensor)",
+    launch_forward, fake=empty_results, name="RMSNorm", differentiate=_differentiate, save=_save_for_backward,
+)  # fmt: skip
 
 
 def rms_norm(
@@ -384,16 +366,14 @@ def rms_norm(
         by x + residual.
 
     Raises:
-        ValueError: shapes or devices do not fit together.
+        ValueError: shapes or devices do not fit together, or eps is out of range.
         TypeError: a dtype is not supported.
         CapabilityError: the tensors are not on a CUDA GPU, and the kernels were not loaded in Triton's interpreter.
         RuntimeError: it is differentiated twice.
     """
     dtype = operators.result_dtype(x) if residual is None else operators.result_dtype(x, residual)
-    if operators.needs_operators(x):
-        y, total, _ = _forward_operator(x, weight, residual, eps, dtype)
-        return y if residual is None else (y, total)
-    return RMSNorm.apply(x, weight, residual, eps, dtype)
+    y, total, _ = _forward(x, weight, residual, eps, dtype)
+    return y if residual is None else (y, total)
 
 
 def reference_rms_norm(

@@ -339,13 +339,6 @@ def compute_grad_qkv(
     return grad_qkv
 
 
-_operator = operators.define_operator(
-    "rope(Tensor x, Tensor? positions, float theta, bool inverse, SymInt[]? strides, ScalarType dtype) -> Tensor",
-    compute_rotated,
-    fake=empty_rotated,
-)
-
-
 def _save_for_backward(ctx: Any, inputs: tuple, output: Tensor) -> None:
     x, positions, ctx.theta, ctx.inverse, *_ = inputs
     ctx.dtype, ctx.strides = x.dtype, output.stride()  # The strides of x, but without gaps.
@@ -354,15 +347,16 @@ def _save_for_backward(ctx: Any, inputs: tuple, output: Tensor) -> None:
 
 def _differentiate(ctx: Any, grad: Tensor) -> tuple:
     (positions,) = ctx.saved_tensors
-    rotate = _operator if operators.needs_operators(grad) else Rope.apply
     # The transposed rotation is the rotation back. In the layout of x a projection's gradient is contiguous.
-    grad_x = rotate(grad, positions, ctx.theta, not ctx.inverse, ctx.strides, ctx.dtype)
+    grad_x = _rotate_once(grad, positions, ctx.theta, not ctx.inverse, ctx.strides, ctx.dtype)
     return grad_x, None, None, None, None, None  # None: of all behind x.
 
 
-operators.define_gradient("rope", _differentiate, _save_for_backward)
-# ``Rope.apply(x, positions, theta, inverse, strides of y, dtype of y)``; see :func:`rope`.
-Rope = operators.define_function("Rope", compute_rotated, _differentiate, _save_for_backward, twice=True)
+_rotate_once = operators.define_call(
+    "rope(Tensor x, Tensor? positions, float theta, bool inverse, SymInt[]? strides, ScalarType dtype) -> Tensor",
+    compute_rotated, fake=empty_rotated,
+    name="Rope", differentiate=_differentiate, save=_save_for_backward, twice=True,
+)  # fmt: skip
 
 
 def rope(x: Tensor, positions: Tensor | None = None, *, theta: float = 10_000.0) -> Tensor:
@@ -386,18 +380,11 @@ def rope(x: Tensor, positions: Tensor | None = None, *, theta: float = 10_000.0)
         ValueError: D is odd, or shapes or devices do not fit together.
         TypeError, CapabilityError: as in :func:`~cs336sys.kernels.rms_norm.rms_norm`.
     """
-    rotate = _operator if operators.needs_operators(x) else Rope.apply
     inverse, strides_of_result = False, None
-    return rotate(x, positions, theta, inverse, strides_of_result, operators.result_dtype(x))
+    return _rotate_once(x, positions, theta, inverse, strides_of_result, operators.result_dtype(x))
 
 
-_qkv_operator = operators.define_operator(
-    "rope_qkv(Tensor qkv, Tensor? positions, int num_heads, int num_key_value_heads, float theta, ScalarType dtype)"
-    " -> (Tensor, Tensor, Tensor)",
-    compute_qkv,
-    fake=empty_qkv,
-)
-_grad_qkv_operator = operators.define_operator(
+_grad_qkv = operators.define_call(
     "rope_qkv_backward(Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor? positions, float theta,"
     " ScalarType dtype) -> Tensor",
     compute_grad_qkv,
@@ -413,14 +400,15 @@ def _save_qkv_for_backward(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) 
 
 def _differentiate_qkv(ctx: Any, grad_query: Tensor, grad_key: Tensor, grad_value: Tensor) -> tuple:
     (positions,) = ctx.saved_tensors
-    backward = _grad_qkv_operator if operators.needs_operators(grad_query) else compute_grad_qkv
-    grad_qkv = backward(grad_query, grad_key, grad_value, positions, ctx.theta, ctx.dtype)
+    grad_qkv = _grad_qkv(grad_query, grad_key, grad_value, positions, ctx.theta, ctx.dtype)
     return grad_qkv, None, None, None, None, None  # None: of all behind qkv.
 
 
-operators.define_gradient("rope_qkv", _differentiate_qkv, _save_qkv_for_backward)
-# ``RopeQKV.apply(qkv, positions, heads, key and value heads, theta, dtype)``; see :func:`rope_qkv`.
-RopeQKV = operators.define_function("RopeQKV", compute_qkv, _differentiate_qkv, _save_qkv_for_backward, twice=False)
+_split_qkv = operators.define_call(
+    "rope_qkv(Tensor qkv, Tensor? positions, int num_heads, int num_key_value_heads, float theta, ScalarType dtype)"
+    " -> (Tensor, Tensor, Tensor)",
+    compute_qkv, fake=empty_qkv, name="RopeQKV", differentiate=_differentiate_qkv, save=_save_qkv_for_backward,
+)  # fmt: skip
 
 
 def rope_qkv(
@@ -451,8 +439,7 @@ def rope_qkv(
     """
     if num_key_value_heads is None:
         num_key_value_heads = num_heads
-    split = _qkv_operator if operators.needs_operators(qkv) else RopeQKV.apply
-    return split(qkv, positions, num_heads, num_key_value_heads, theta, operators.result_dtype(qkv))
+    return _split_qkv(qkv, positions, num_heads, num_key_value_heads, theta, operators.result_dtype(qkv))
 
 
 def reference_rope(x: Tensor, positions: Tensor | None = None, *, theta: float = 10_000.0) -> Tensor:

@@ -143,15 +143,12 @@ def _backward_of_pair(gate_up: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
     return grad_gate_up, product
 
 
-_forward_operator = operators.define_operator(
-    "swiglu_forward(Tensor gate, Tensor up, ScalarType dtype) -> Tensor", _forward, fake=_empty_product
-)
-_backward_operator = operators.define_operator(
+_grads = operators.define_call(
     "swiglu_backward(Tensor gate, Tensor up, Tensor grad, bool recomputes) -> (Tensor, Tensor, Tensor)",
     _backward,
     fake=_empty_grads,
 )
-_pair_backward_operator = operators.define_operator(
+_grad_of_pair = operators.define_call(
     "swiglu_pair_backward(Tensor gate_up, Tensor grad) -> (Tensor, Tensor)", _backward_of_pair, fake=_empty_grad_of_pair
 )
 
@@ -163,14 +160,15 @@ def _save_for_backward(ctx: Any, inputs: tuple, output: Tensor) -> None:
 
 def _differentiate(ctx: Any, grad: Tensor) -> tuple:
     gate, up = ctx.saved_tensors
-    backward = _backward_operator if operators.needs_operators(grad) else _backward
-    grad_gate, grad_up, _ = backward(gate, up, grad, recomputes=False)
+    recomputes = False
+    grad_gate, grad_up, _ = _grads(gate, up, grad, recomputes)
     return grad_gate, grad_up, None
 
 
-operators.define_gradient("swiglu_forward", _differentiate, _save_for_backward)
-# ``SwiGLU.apply(gate, up, dtype of the product)``; see :func:`swiglu`.
-SwiGLU = operators.define_function("SwiGLU", _forward, _differentiate, _save_for_backward, twice=False)
+_product = operators.define_call(
+    "swiglu_forward(Tensor gate, Tensor up, ScalarType dtype) -> Tensor", _forward, fake=_empty_product,
+    name="SwiGLU", differentiate=_differentiate, save=_save_for_backward,
+)  # fmt: skip
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
@@ -189,8 +187,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     Raises:
         ValueError, TypeError, CapabilityError, RuntimeError: as in :func:`~cs336sys.kernels.rms_norm.rms_norm`.
     """
-    dtype = operators.result_dtype(gate, up)
-    return _forward_operator(gate, up, dtype) if operators.needs_operators(gate) else SwiGLU.apply(gate, up, dtype)
+    return _product(gate, up, operators.result_dtype(gate, up))
 
 
 class SwiGLULinearOfCopy(torch.autograd.Function):
@@ -205,15 +202,13 @@ class SwiGLULinearOfCopy(torch.autograd.Function):
             raise ValueError(
                 f"gate (..., d) needs a weight of shape (d_out, d), got {tuple(gate.shape)} and {tuple(copy.shape)}"
             )
-        product = _forward_operator if operators.needs_operators(gate) else _forward
-        return torch.nn.functional.linear(product(gate, up, copy.dtype), copy)
+        return torch.nn.functional.linear(_product(gate, up, copy.dtype), copy)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple:
         gate_up, copy = ctx.saved_tensors
-        backward = _pair_backward_operator if operators.needs_operators(grad) else _backward_of_pair
-        grad_gate_up, product = backward(gate_up, grad @ copy)
+        grad_gate_up, product = _grad_of_pair(gate_up, grad @ copy)
         return grad_gate_up, None, None, weight_gradient(grad, product, ctx.gradient_dtype)
 
 

@@ -1,6 +1,7 @@
 """Predict a step's memory without a GPU and without memory: run it on fake tensors, which have shapes only."""
 
 import contextlib
+import functools
 import logging
 import sys
 from collections.abc import Mapping, Sequence
@@ -10,6 +11,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
@@ -174,6 +176,8 @@ def _traced_whole(workload: MemoryWorkload, follow_operations: bool) -> TracedSt
             ATTENTION_FUNCTIONS, flash=lambda Q, K, V, mask=None: _flash_of_a_gpu(Q, K, V, is_causal=mask is not None)
         ),
         mock.patch.object(user_models.attention, "_flash_attention", _flash_of_a_gpu),
+        # What the step puts in its place computes by the stand-in, and leaves with it.
+        mock.patch.object(F, "scaled_dot_product_attention", user_models.torch_attention),
         user_models.copied_code(),
         _adamw_without_kernels(training),
         # Else conversions of parameters, such as .to(), would swap tensors, and deep copies of modules copy the mode.
@@ -274,10 +278,8 @@ def _give_data(tensor: Tensor, other: Tensor) -> None:
     tensor.data = other.data
 
 
-def _flash_of_a_gpu(query, key, value, is_causal):
-    """Call our kernels as one operation, as on a GPU; where Triton is missing, as the tiles that a CPU computes."""
-    implementation = "triton" if why_no_triton() is None else "tiled"
-    return flash_attention(query, key, value, is_causal=is_causal, implementation=implementation)
+# Our kernels as one operation, as on a GPU; where Triton is missing, as the tiles that a CPU computes.
+_flash_of_a_gpu = functools.partial(flash_attention, implementation="triton" if why_no_triton() is None else "tiled")
 
 
 def _adamw_without_kernels(workload: Workload) -> AbstractContextManager[Any]:

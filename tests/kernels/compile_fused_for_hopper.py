@@ -75,8 +75,6 @@ def gated(width: int) -> None:
 
 def predict(vocab_size: int) -> None:
     targets = torch.zeros(2, dtype=torch.int64)
-    # What the kernel that counts has not written cannot be looked at.
-    linear_cross_entropy._count_targets = lambda *_: torch.tensor(2)
     _, _, gradient, _, factor = linear_cross_entropy.launch_forward(
         empty(2, 16), empty(vocab_size, 16), targets, -100, 0.0, 0.0, BF16, True, False
     )

@@ -121,15 +121,13 @@ def test_dtypes_of_parameters_and_gradients(dtype, grad_dtype, device):
 def test_one_launch_for_parameters_of_one_dtype_and_tables_made_once(device, monkeypatch):
     parameters = parameters_of(make_tensors([(7,)] * 8, device=device))
     described = []
-    describe = tables.UpdateTables.describe
-    monkeypatch.setattr(
-        tables.UpdateTables, "describe", lambda self, updates: described.append(1) or describe(self, updates)
-    )
+    describe = tables.ParameterSet.describe
+    monkeypatch.setattr(tables.ParameterSet, "describe", lambda *inputs: described.append(1) or describe(*inputs))
     optimizer = AdamW(parameters)
     give_gradients(parameters, 0)
     for _ in range(4):
         optimizer.step()
-    assert len(optimizer._updated_by_step.tables._chunks.launches) == 1
+    assert len(optimizer._updated_by_step._chunks.launches) == 1
     # The first step makes the states.
     assert len(described) == 2
     give_gradients(parameters, 1)

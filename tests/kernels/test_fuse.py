@@ -131,12 +131,6 @@ def test_modules_that_compute_something_else_under_the_same_name_are_left_alone(
         torch.testing.assert_close(loss_of(model), expected, rtol=2e-2, atol=2e-2)
 
 
-def test_model_of_which_nothing_computes_alike_is_refused(model):
-    _replace_forward("RotaryEmbedding", _halves)(model)
-    with pytest.raises(UsageError, match="class names of cs336_basics, but none of its modules computes what rope"):
-        fuse(model, only=["rope"])
-
-
 @pytest.mark.parametrize("options", [{"reduction": "sum"}, {"reduction": "none"}, {"softcap": 0.5, "ignore_index": 3}])
 def test_loss_takes_the_options_of_the_kernel(model, options, tokens):
     hidden = []
@@ -148,12 +142,9 @@ def test_loss_takes_the_options_of_the_kernel(model, options, tokens):
     torch.testing.assert_close(handle.loss(model, tokens, tokens, **options), expected)
     # Options are one call's.
     torch.testing.assert_close(handle.loss(model, tokens, tokens), cross_entropy(model(tokens), tokens))
-
-
-def test_a_kernel_that_does_not_exist(model):
-    with pytest.raises(UsageError, match=r"kernel 'rmsnorm': choose from rms-norm, rope, .*; did you mean rms-norm?"):
-        fuse(model, only=["rmsnorm"])
-    fuse(model)
+    handle.undo()
+    with pytest.raises(UsageError, match="BasicsTransformerLM is no longer fused: fuse it again"):
+        handle.loss(model, tokens, tokens)
 
 
 def test_copies_are_fused_by_themselves(model, called, tokens):
@@ -174,24 +165,24 @@ def test_theta_may_be_the_models(model, tokens):
 
 
 @pytest.mark.parametrize(
-    ("change", "sentence"),
+    ("change", "only", "sentence"),
     [
+        (lambda model: delattr(model.layers[1].ffn, "w3"), None, r"layers.1.ffn \(SwiGLU\) has no w3: fused kernels"),
+        (lambda model: delattr(model.layers[0].ln2, "eps"), None, r"layers.0.ln2 \(RMSNorm\) has no eps"),
         (
-            lambda model: delattr(model.layers[1].ffn, "w3"),
-            r"layers.1.ffn \(SwiGLU\) has no w3: fused kernels need w1,",
-        ),
-        (lambda model: delattr(model.layers[0].ln2, "eps"), r"layers.0.ln2 \(RMSNorm\) has no eps"),
-        (
-            lambda model: [delattr(model.positional_encoder, "theta"), model.config.pop("rope_theta")],
+            lambda model: [delattr(model.positional_encoder, "theta"), model.config.pop("rope_theta")], None,
             r"positional_encoder \(RotaryEmbedding\) has no theta",
         ),
-        (fuse, "has a forward pass of its own already"),
+        (fuse, None, "has a forward pass of its own already"),
+        (_replace_forward("RotaryEmbedding", _halves), ["rope"], "cs336_basics, but none of its .* computes what rope"),
+        (id, ["rmsnorm"], r"kernel 'rmsnorm': choose from rms-norm, rope, .*; did you mean rms-norm?"),
+        (id, [], "kernel '': choose from rms-norm, rope"),
     ],
-    ids=["attribute", "eps", "theta", "twice"],
-)
-def test_model_that_fuse_does_not_know_is_refused(model, change, sentence):
+    ids=["attribute", "eps", "theta", "twice", "other rotation", "other name", "no kernel"],
+)  # fmt: skip
+def test_model_that_fuse_does_not_know_is_refused(model, change, only, sentence):
     change(model)
     changed = [module for module in model.modules() if "forward" in module.__dict__]
     with pytest.raises(UsageError, match=sentence):
-        fuse(model)
+        fuse(model, only=only)
     assert [module for module in model.modules() if "forward" in module.__dict__] == changed

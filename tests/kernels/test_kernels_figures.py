@@ -81,9 +81,10 @@ def refused_backward(keys=8, **options):
 
 def dtype_of_sums(weight, logits, shape, chunks):
     """Return the dtype in which the weight's gradient is summed over chunks of logits."""
-    logits_bytes = (chunks - 1) * cross_entropy.CHUNK_BYTES + 1
-    kept = cross_entropy.kept_dtype(weight, logits)
-    return cross_entropy._sums_dtype(torch.empty(shape, dtype=weight, device="meta"), logits, kept, logits_bytes)
+    tokens = (chunks - 1) * cross_entropy.CHUNK_BYTES // cross_entropy.logits_bytes_of_a_token(shape[0], logits) + 1
+    options, kept = cross_entropy.LossOptions(-100, 0, 0, logits, True, True), cross_entropy.kept_dtype(weight, logits)
+    weights = torch.empty(shape, dtype=weight, device="meta")
+    return cross_entropy._allocate_grad_weight(weights, kept, tokens, options)[0].dtype
 
 
 def hopper_is_faster(*shape, **options):

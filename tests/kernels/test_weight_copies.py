@@ -5,6 +5,7 @@ import torch
 from cs336_basics.model import BasicsTransformerLM
 from torch.nn.functional import linear
 
+from cs336sys.errors import UsageError
 from cs336sys.kernels.adamw import AdamW
 from cs336sys.kernels.fuse import fuse
 from cs336sys.kernels.linear import WeightCopies, linear_of_copy
@@ -53,7 +54,12 @@ def test_products_of_copies(device):
 def test_a_step_writes_the_copies_that_the_next_reads(model):
     handle = fuse(model)
     optimizer = AdamW(model.parameters(), lr=0.1)
+    tokens = TOKENS.to(model.lm_head.weight.device)
+    in_float32 = model(tokens)
+    with pytest.raises(UsageError, match=r"in torch.int32: choose from torch.float32, torch.float16"):
+        handle.keep_copies(torch.int32)
     handle.keep_copies(torch.bfloat16, optimizer)
+    assert torch.equal(model(tokens), in_float32), "without autocast nothing reads copies"
     before = loss_of(handle, model)
     before.backward()
     assert {parameter.grad.dtype for parameter in model.parameters()} == {torch.float32}

@@ -266,11 +266,10 @@ def test_gpu_cell(checkpointing, precision, tmp_path):
 FILE = Path(__file__).parents[1] / "user_models.py"
 
 
-def users(model):
+def users(model, **settings):
     size = choose_size("tiny", context=64, batch_size=2, vocab_size=50, d_model=32, d_ff=64, num_heads=4)
-    return MemoryWorkload(
-        Workload(size, device="cpu", warmup=1, steps=1, user=UserCode(f"{FILE}:{model}")), "none", trace=True
-    )
+    training = Workload(size, device="cpu", warmup=1, steps=1, user=UserCode(f"{FILE}:{model}"), **settings)
+    return MemoryWorkload(training, "none", trace=True)
 
 
 @pytest.mark.parametrize("model", ["Converted", "Deciding"])
@@ -283,6 +282,13 @@ def test_models_that_convert_copy_and_decide_are_traced(model):
     # But a number is not known.
     assert len(guesses) == (model == "Deciding")
     assert any("without oneDNN" in note for note in outcome.derived["notes"]) == torch.backends.mkldnn.is_available()
+
+
+def test_our_attention_in_another_model_holds_what_torchs_does():
+    cells = [users("causal_by_flag", attention=attention) for attention in ("flash", "sdpa")]
+    flash, torchs = (max(predicted_timeline(cell).timeline.totals()) for cell in cells)
+    assert flash == pytest.approx(torchs, rel=0.06)
+    assert torch.nn.functional.scaled_dot_product_attention.__name__ == "scaled_dot_product_attention"
 
 
 def test_failing_prediction_is_one_sentence_and_the_rest_is_measured():

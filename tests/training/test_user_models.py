@@ -133,7 +133,7 @@ def test_wrong_update_is_not_explained_by_rounding(monkeypatch):
 
 
 def test_error_of_our_kernels_is_not_put_down_to_the_users_file(monkeypatch):
-    monkeypatch.setattr("cs336sys.kernels.rms_norm.launch_forward", None)
+    monkeypatch.setattr("cs336sys.kernels.rms_norm.forward_settings", None)
     cell = workload("Gated", kernels="fused", device=DEVICE.type)
     outcome = outcome_of(cell)
     assert outcome.status == "error"
@@ -271,13 +271,13 @@ def test_our_attention_is_torchs(settings, monkeypatch):
         (causal_upper_left, 3, 8, False),
     ],
 )
-def test_torchs_causal_masks_are_computed_by_flash(variant, queries, keys, compiles, monkeypatch):
+def test_torchs_causal_masks_are_computed_by_flash(variant, queries, keys, compiles):
     query, (key, value) = torch.randn(1, 2, queries, 16), torch.randn(2, 1, 2, keys, 16)
     with warnings.catch_warnings(action="ignore"):
         mask = variant(queries, keys)
     expected = user_models.torch_attention(query, key, value, mask._materialize().bool())
     user_models.left_to_torch.clear()
-    monkeypatch.setattr(user_models.attention.F, "scaled_dot_product_attention", user_models.attention.our_attention)
+    user_models.replace_attention("flash")
 
     def attention(*inputs, **settings):
         return F.scaled_dot_product_attention(*inputs, **settings)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from triton.errors import TritonError
 
-from cs336sys.commands.attention.measure import TOLERANCES, attention_errors, measure_own_attention, random_inputs
+from cs336sys.commands.attention.measure import TOLERANCES, attention_errors, measure_flash, random_inputs
 from cs336sys.errors import CapabilityError
 from cs336sys.kernels.attention import flash_attention, operators
 from cs336sys.kernels.attention.problem import AttentionOptions, Operand, make_problem
@@ -33,7 +33,7 @@ def measure_and_keep(configuration: dict[str, Any], progress: Progress) -> Outco
     if configuration.get("keep_settings") and configuration.get("round", 1) == 1:  # Later rounds use what it keeps.
         workload = AttentionWorkload.from_configuration(configuration)
         notes = keep_settings(workload, choose_device(workload.device), progress)
-    outcome = measure_own_attention(configuration, progress)
+    outcome = measure_flash(configuration, progress)
     return replace(outcome, derived=outcome.derived | {"notes": notes}) if notes else outcome
 
 

@@ -35,7 +35,7 @@ from cs336sys.run.cells import Outcome, Progress
 from cs336sys.settings.operations import FLASH_ATTENTION_4, AttentionWorkload
 from cs336sys.settings.sizes import ELEMENT_BYTES
 from cs336sys.settings.user_code import is_user_code
-from cs336sys.timing.calls import time_calls
+from cs336sys.timing.calls import calls_by_part, memory_of_call_gib, time_calls
 from cs336sys.timing.phases import time_phases
 from cs336sys.timing.relative_error import Errors, judged, relative_errors
 from cs336sys.training.model import model_attention
@@ -259,10 +259,14 @@ def measure_flash(configuration: dict[str, Any], progress: Progress) -> Outcome:
 
     Samples (ms): ``forward`` with gradients recorded, ``backward`` alone, ``end_to_end`` as one call. An implementation
     whose output or gradient is off by more than :data:`TOLERANCES`, as a whole or in a row (:func:`judged`), is
-    ``wrong`` and is not timed.
+    ``wrong`` and is not timed. Each call of the user's attention that is timed has new inputs, and is checked
+    (:mod:`cs336sys.commands.own_kernels`); without a gradient of the output it has ``forward`` alone.
     """
     workload = AttentionWorkload.from_configuration(configuration)
     device = choose_device(workload.device)
+    if is_user_code(workload.implementation):
+        make_problem = functools.partial(UsersAttention, _load_attention(workload), workload, device)
+        return measure_users_function(make_problem, workload, device, TOLERANCES[workload.dtype], progress)
     progress("checking")
     with implementation(workload, device) as attention:
         errors = _errors_if_supported(attention, workload, device)
@@ -271,9 +275,16 @@ def measure_flash(configuration: dict[str, Any], progress: Progress) -> Outcome:
             return failure
         progress("timing")
         inputs = random_inputs(workload, device)
-        derived["peak_gib"] = _peak_of_forward_and_backward(attention, inputs, device)
+        forward = functools.partial(attention, *inputs.differentiable)
+        calls = calls_by_part(forward, forward(), inputs.differentiable, inputs.grad_out)
+        # Held at once by inputs, output, gradients and whatever is kept for backward.
+        call_gib = memory_of_call_gib(calls["end_to_end"], device)
+        derived["peak_gib"] = None if call_gib is None else call_gib + sum(tensor.nbytes for tensor in inputs) / GIB
         with reading_gpu(device) as readings:
-            samples = _time_attention(attention, inputs, workload, device)
+            samples = {
+                part: time_calls(call, device, workload.warmup_ms, workload.repetition_ms)
+                for part, call in calls.items()
+            }
         derived["sm_clock_mhz"] = readings.median_clock_mhz()
     return Outcome("ok", samples, derived | workload.tflops(samples))
 
@@ -293,31 +304,6 @@ def _errors_if_supported(attention: Attention, workload: AttentionWorkload, devi
             raise
         refused = f"{workload.implementation} has no kernel for {workload.dtype}, head dim {workload.head_dim}"
         raise CapabilityError(f"{refused} on this {device.type.upper()}") from error
-
-
-def _peak_of_forward_and_backward(attention: Attention, inputs: Inputs, device: torch.device) -> float | None:
-    """Return the GiB held at once by inputs, output, gradients and whatever is kept for backward; None on a CPU."""
-    reset_peak_memory(device)
-    others_gib = held_memory_gib(device) - sum(tensor.nbytes for tensor in inputs) / GIB
-    torch.autograd.grad(attention(*inputs.differentiable), inputs.differentiable, inputs.grad_out)
-    peak_gib = peak_memory_gib(device)
-    return None if peak_gib is None else peak_gib - others_gib
-
-
-def _time_attention(
-    attention: Attention, inputs: Inputs, workload: AttentionWorkload, device: torch.device
-) -> dict[str, Samples]:
-    def differentiate(out: Tensor, retain_graph: bool = False) -> None:
-        torch.autograd.grad(out, inputs.differentiable, inputs.grad_out, retain_graph=retain_graph)
-
-    def time(call: Callable[[], Any]) -> Samples:
-        return time_calls(call, device, workload.warmup_ms, workload.repetition_ms)
-
-    forward = functools.partial(attention, *inputs.differentiable)
-    samples = {"forward": time(forward)}
-    out = forward()
-    samples["backward"] = time(lambda: differentiate(out, retain_graph=True))
-    return samples | {"end_to_end": time(lambda: differentiate(forward()))}
 
 
 def measure_attn(configuration: dict[str, Any], progress: Progress) -> Outcome:
@@ -441,20 +427,6 @@ class UsersAttention(UsersProblem):
 
     def rates(self, samples: dict[str, Samples]) -> dict[str, Any]:
         return self._workload.tflops(samples)
-
-
-def measure_own_attention(configuration: dict[str, Any], progress: Progress) -> Outcome:
-    """Measure a cell of ``flash --kernel``, of the user's attention or of another: runs in the worker process.
-
-    Samples are those of :func:`measure_flash`; ``forward`` alone where the output has no gradient. Each
-    call that is timed has new inputs, and is checked (:mod:`cs336sys.commands.own_kernels`).
-    """
-    workload = AttentionWorkload.from_configuration(configuration)
-    if not is_user_code(workload.implementation):
-        return measure_flash(configuration, progress)
-    device = choose_device(workload.device)
-    make_problem = functools.partial(UsersAttention, _load_attention(workload), workload, device)
-    return measure_users_function(make_problem, workload, device, TOLERANCES[workload.dtype], progress)
 
 
 def _load_attention(workload: AttentionWorkload) -> Attention:

@@ -12,13 +12,13 @@ import torch._functorch.config
 from cs336sys.accounting.hardware import least_ms
 from cs336sys.commands.kernels.operation import DifferentiatedFunction, Function, as_tuple
 from cs336sys.commands.own_kernels import OUTPUT_NAMES, PARTS, OddCase, UsersProblem, measure_users_function
-from cs336sys.machine.device import choose_device, held_memory_gib, peak_memory_gib, reset_peak_memory
+from cs336sys.machine.device import choose_device
 from cs336sys.results.model import Samples
 from cs336sys.run.cells import Outcome, Progress
 from cs336sys.settings.choices import import_named
 from cs336sys.settings.operations import KernelWorkload
 from cs336sys.settings.user_code import is_user_code
-from cs336sys.timing.calls import time_queued_calls
+from cs336sys.timing.calls import memory_of_call_gib, time_queued_calls
 from cs336sys.timing.relative_error import Errors, judged, relative_errors
 from cs336sys.training.user_models import load
 
@@ -57,11 +57,16 @@ def measure_kernel(configuration: dict[str, Any], progress: Progress) -> Outcome
     Samples (ms): ``forward`` with gradients recorded, ``backward`` alone, ``end_to_end`` as one call. Derived: the
     relative error of each output and gradient; GB/s of each part, by the least that it must move, and what share that
     is of the rate of a copy on this device; GiB beyond the inputs. An implementation whose output or gradient is off by
-    more than :data:`TOLERANCES`, as a whole or in a row (:func:`judged`), is ``wrong`` and is not timed.
+    more than :data:`TOLERANCES`, as a whole or in a row (:func:`judged`), is ``wrong`` and is not timed. Each call of
+    the user's function that is timed has new inputs, and is checked (:mod:`cs336sys.commands.own_kernels`).
     """
     workload = KernelWorkload.from_configuration(configuration)
     device = choose_device(workload.device)
     operation = import_named(_OPERATIONS)[workload.op]
+    if is_user_code(workload.implementation):
+        assert isinstance(operation, DifferentiatedFunction), "the command refuses others"
+        make_problem = functools.partial(UsersOperation, load(workload.implementation), operation, workload, device)
+        return measure_users_function(make_problem, workload, device, TOLERANCES[workload.dtype], progress)
     # A compiled backward pass is repeated on one graph: it must not write its results into saved tensors.
     with torch._functorch.config.patch(donated_buffer=False):
         function = operation.implementations[workload.implementation](workload)
@@ -72,7 +77,7 @@ def measure_kernel(configuration: dict[str, Any], progress: Progress) -> Outcome
             return failure
         progress("timing")
         calls = operation.calls(function, workload, device)
-        derived["over_inputs_gib"] = _memory_over_inputs_gib(calls["end_to_end"], device)
+        derived["over_inputs_gib"] = memory_of_call_gib(calls["end_to_end"], device)
         samples = {
             part: time_queued_calls(call, device, workload.warmup_ms, workload.repetition_ms)
             for part, call in calls.items()
@@ -93,15 +98,6 @@ def part_rates(
         gbps = num_bytes / samples[part].median / 1e6  # From bytes a ms.
         derived |= {f"{part}_gbps": gbps, f"{part}_copy_percent": 100 * gbps / copy_gbps(device)}
     return derived
-
-
-def _memory_over_inputs_gib(call: Callable[[], object], device: torch.device) -> float | None:
-    """Return the GiB that a call holds at once beyond what is there: results, what backward needs, scratch."""
-    before_gib = held_memory_gib(device)
-    reset_peak_memory(device)
-    call()
-    peak_gib = peak_memory_gib(device)
-    return None if peak_gib is None else peak_gib - before_gib
 
 
 class UsersOperation(UsersProblem):
@@ -148,19 +144,3 @@ class UsersOperation(UsersProblem):
 
     def rates(self, samples: dict[str, Samples]) -> dict[str, Any]:
         return part_rates(self._operation, self._workload, samples, self._device)
-
-
-def measure_own_kernel(configuration: dict[str, Any], progress: Progress) -> Outcome:
-    """Measure a cell of ``kernels --kernel``, of the user's function or of another: runs in the worker process.
-
-    Samples and derived columns are those of :func:`measure_kernel`. Each call that is timed has new inputs, and is
-    checked (:mod:`cs336sys.commands.own_kernels`).
-    """
-    workload = KernelWorkload.from_configuration(configuration)
-    if not is_user_code(workload.implementation):
-        return measure_kernel(configuration, progress)
-    device = choose_device(workload.device)
-    operation = import_named(_OPERATIONS)[workload.op]
-    assert isinstance(operation, DifferentiatedFunction), "the command refuses others"
-    make_problem = functools.partial(UsersOperation, load(workload.implementation), operation, workload, device)
-    return measure_users_function(make_problem, workload, device, TOLERANCES[workload.dtype], progress)

@@ -1,5 +1,6 @@
 """An op of ``kernels``: its random inputs, its right results, and the calls that are timed."""
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,7 @@ from torch import Tensor
 from cs336sys.commands.own_kernels import OUTPUT_NAMES
 from cs336sys.machine.device import DTYPES
 from cs336sys.settings.operations import KernelWorkload
+from cs336sys.timing.calls import calls_by_part
 
 Function = Callable[..., Any]
 # What an implementation does for a workload; a CapabilityError where it cannot.
@@ -62,14 +64,9 @@ class DifferentiatedFunction:
     def calls(self, function: Function, workload: KernelWorkload, device: torch.device) -> TimedCalls:
         """Return the timed calls by part; ``end_to_end`` is among them."""
         inputs = self.random_inputs(workload, device)
-        leaves = _tensors_with_gradient(inputs)
-        outputs = as_tuple(function(**inputs))
-        gradients = self.gradients(outputs, workload)
-        return {
-            "forward": lambda: function(**inputs),
-            "backward": lambda: torch.autograd.grad(outputs, leaves, gradients, retain_graph=True),
-            "end_to_end": lambda: torch.autograd.grad(as_tuple(function(**inputs)), leaves, gradients),
-        }
+        call = functools.partial(function, **inputs)
+        outputs = as_tuple(call())
+        return calls_by_part(call, outputs, _tensors_with_gradient(inputs), self.gradients(outputs, workload))
 
     def moved_bytes(self, workload: KernelWorkload) -> dict[str, int]:
         """Return the least that each part must read and write; empty for matrix products."""

@@ -76,5 +76,5 @@ def kernels(
     output.check(plot=plot)
     output.check_selection("kernels", tables)
     configurations = chosen.configurations()
-    measure = f"cs336sys.commands.kernels.measure:measure_{'own_kernel' if kernel else 'kernel'}"
+    measure = "cs336sys.commands.kernels.measure:measure_kernel"
     run_sweep("kernels", measure, configurations, sweeping).report(tables, output, (plot, plot_kernels))

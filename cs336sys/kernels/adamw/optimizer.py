@@ -16,7 +16,6 @@ from cs336sys.kernels.adamw.tables import (
     GroupedParameter,
     ParameterSet,
     Update,
-    UpdateTables,
     Variant,
     is_capturing,
 )
@@ -115,10 +114,9 @@ class AdamW(torch.optim.Optimizer):
         settings = {**self.defaults, **param_group}
         for name in ("lr", "eps", "weight_decay"):
             value = settings[name]
-            if isinstance(value, Tensor):
-                if name != "lr" or value.numel() != 1:
-                    raise ValueError(f"AdamW: {name} is a tensor of shape {tuple(value.shape)}, but must be a number")
-            elif not value >= 0:
+            if isinstance(value, Tensor) and (name != "lr" or value.numel() != 1):
+                raise ValueError(f"AdamW: {name} is a tensor of shape {tuple(value.shape)}, but must be a number")
+            if not value >= 0:  # Of a tensor on a GPU the host waits for it.
                 raise ValueError(f"AdamW: {name} is {value}, but must be at least 0")
         _check_betas(settings["betas"])
         for name in _MISSING_FLAGS:
@@ -296,14 +294,12 @@ class AdamW(torch.optim.Optimizer):
         if signature is None or signature != part.described_signature:
             # This list lives until the launch below: nothing else refers to copies of gradients.
             updates = [self._describe(*member) for member in part.members if member.parameter.grad is not None]
-            if part.tables is None:  # One parameter is checked for all: they are on one device.
-                check_tensors("AdamW", kernels.adamw_update_kernel, parameters=updates[0].weight)
-                part.tables = UpdateTables(self._device)
-            part.tables.describe(updates)
+            # One parameter is checked for all: they are on one device.
+            check_tensors("AdamW", kernels.adamw_update_kernel, parameters=updates[0].weight)
+            part.describe(updates)
             # Tables that a captured graph uploads are on the device only once it runs: the next step uploads its own.
             part.described_signature = None if is_capturing(self._device) else signature
-        assert part.tables is not None
-        self._norm_and_clip_factor = part.tables.step(list(map(_group_settings, self.param_groups)), self.max_grad_norm)
+        self._norm_and_clip_factor = part.step(list(map(_group_settings, self.param_groups)), self.max_grad_norm)
 
     @property
     def _device(self) -> torch.device:
@@ -406,7 +402,7 @@ class AdamW(torch.optim.Optimizer):
             for name in _MISSING_FLAGS:
                 if group.get(name):
                     raise ValueError(f"AdamW: the state was made with {name}=True, which this optimizer does not have")
-            _check_betas(group["betas"])
+            _check_betas(group.get("betas", ()))  # Other optimizers have none.
         super().load_state_dict(state_dict)
         # torch has cast the moments, and whatever else a state has, to the parameter's dtype; states are made anew.
         ids = itertools.chain.from_iterable(group["params"] for group in state_dict["param_groups"])
@@ -427,7 +423,7 @@ def _update_complete_part(optimizer_ref: weakref.ref[AdamW], part_ref: weakref.r
         member.parameter.grad = None
 
 
-def _check_betas(betas: tuple[float, float]) -> None:
+def _check_betas(betas: tuple[float, ...]) -> None:
     if any(isinstance(beta, Tensor) for beta in betas):
         raise ValueError(f"AdamW: betas are {betas}, but must be two numbers: choose beta.item() of a tensor")
     if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):

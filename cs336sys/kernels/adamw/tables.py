@@ -3,7 +3,6 @@
 import itertools
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -74,21 +73,20 @@ class Uploader:
     then is overwritten by replays: so a spare buffer of each is kept for every size that was uploaded before.
     """
 
-    def __init__(self, device: torch.device):
-        self._device = device
+    def __init__(self) -> None:
         self._spares: dict[int, tuple[Tensor, Tensor]] = {}  # By the number of bytes: pinned, and on the device.
         self._captured: list[Tensor] = []
 
-    def __call__(self, values: Tensor) -> Tensor:
-        """Return the values on the device."""
-        if self._device.type != "cuda":
+    def __call__(self, values: Tensor, device: torch.device) -> Tensor:
+        """Return the values on the device, the same in all calls."""
+        if device.type != "cuda":
             return values
         num_bytes = values.nbytes
-        if not is_capturing(self._device):
+        if not is_capturing(device):
             if num_bytes not in self._spares:  # For a capture that may follow.
                 pinned = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
-                self._spares[num_bytes] = pinned, torch.empty_like(pinned, device=self._device, pin_memory=False)
-            return values.pin_memory().to(self._device, non_blocking=True)
+                self._spares[num_bytes] = pinned, torch.empty_like(pinned, device=device, pin_memory=False)
+            return values.pin_memory().to(device, non_blocking=True)
         if num_bytes not in self._spares:
             raise RuntimeError(
                 "AdamW: parameters or settings have changed since the last step outside of a CUDA graph: take a step "
@@ -114,7 +112,7 @@ class Chunks:
         first_chunks = num_chunks.cumsum(0) - num_chunks
         total = sum(counts)
         # Of each chunk its parameter's row, and its place among that parameter's chunks.
-        self.table = upload(torch.stack([rows, torch.arange(total) - first_chunks[rows]], dim=1).int())
+        self.table = upload(torch.stack([rows, torch.arange(total) - first_chunks[rows]], dim=1).int(), device)
         # Variant, first chunk, number of chunks: one launch for the parameters of a variant, next to each other.
         self.launches: list[tuple[Variant, int, int]] = []
         first_chunk = 0
@@ -129,12 +127,25 @@ class Chunks:
         self.clip = torch.empty(2, dtype=torch.float32, device=device)  # The norm, and the factor that clips.
 
 
-class UpdateTables:
-    """All tables of an optimizer on one device."""
+class GroupedParameter(NamedTuple):
+    """A parameter with its place in the optimizer and its group's."""
 
-    def __init__(self, device: torch.device):
-        self._device = device
-        self._upload = Uploader(device)
+    parameter: Tensor
+    number: int
+    group: int
+
+
+class ParameterSet:
+    """Parameters that are updated together, and the tables that describe their tensors to the kernels.
+
+    Attributes:
+        described_signature: of the tensors that the tables describe; None if these are to be described anew.
+    """
+
+    def __init__(self, members: Sequence[GroupedParameter]):
+        self.members = members
+        self.described_signature: list | None = None
+        self._upload = Uploader()
         self._sizes: list[tuple[Variant, int]] = []
         self._chunks: Chunks | None = None
         self._rows = torch.empty(0)
@@ -144,15 +155,16 @@ class UpdateTables:
 
     def describe(self, updates: list[Update]) -> None:
         """Upload the table of the tensors of the next steps, those of one variant next to each other."""
+        device = updates[0].weight.device
         variants = list(dict.fromkeys(update.variant for update in updates))
         updates = sorted(updates, key=lambda update: variants.index(update.variant))
         sizes = [(update.variant, update.weight.numel()) for update in updates]
         if self._chunks is None or sizes != self._sizes:
-            self._chunks, self._sizes = Chunks(sizes, self._upload, self._device), sizes
-        self._rows = self._upload(torch.tensor([update.row() for update in updates]))
+            self._chunks, self._sizes = Chunks(sizes, self._upload, device), sizes
+        self._rows = self._upload(torch.tensor([update.row() for update in updates]), device)
 
     def step(self, settings: list[list[float | Tensor]], max_norm: float | None) -> Tensor:
-        """Update all parameters.
+        """Launch the kernels that update all parameters: norms if clipped, all factors, then updates by variant.
 
         Args:
             settings: ``kernels.SETTINGS`` of each group, of which learning rates may be tensors on the device.
@@ -162,60 +174,45 @@ class UpdateTables:
             Two float32: the norm of the gradients and the factor that clipped them, if there is a ``max_norm``.
         """
         assert self._chunks is not None
-        setting_table = self._upload_settings(settings)
+        chunks, rows, setting_table = self._chunks, self._rows, self._upload_settings(settings)
+        tables = rows, setting_table, chunks.factors, chunks.sums_of_squares, chunks.clip
+        numbers = len(rows), len(chunks.sums_of_squares), 0.0 if max_norm is None else max_norm
+        tiles = {"CHUNK": kernels.CHUNK, "TILE": kernels.CHUNK // 2}  # On a GPU 16 elements in each of 128 threads.
+        constants = {"CLIPPED": max_norm is not None, "ROW_TILE": kernels.ROW_TILE, "SUM_TILE": kernels.SUM_TILE}
         with torch.cuda.device_of(setting_table):
-            _launch(self._chunks, self._rows, setting_table, max_norm)
-        if is_capturing(self._device):  # Replays of the graph use these tables.
-            self._captured.append((self._chunks, self._rows, setting_table))
-        return self._chunks.clip
+            if max_norm is not None:
+                for variant, first, count in chunks.launches:
+                    kernels.adamw_norm_kernel[(count,)](
+                        rows,
+                        chunks.table,
+                        chunks.sums_of_squares,
+                        first,
+                        GRADIENT_DTYPE=variant.gradient_dtype,
+                        **tiles,
+                    )
+            kernels.adamw_prepare_kernel[(1,)](*tables, *numbers, **constants, num_warps=16)
+            # Without fusion by the compiler: all variants must give the same bits.
+            for variant, first, count in chunks.launches:
+                half_tile, num_warps = tile_settings(variant)
+                config = kernels.UpdateConfig(
+                    *variant, clipped=max_norm is not None, chunk=kernels.CHUNK, half_tile=half_tile
+                )
+                kernels.adamw_update_kernel[(count,)](
+                    rows, chunks.table, chunks.factors, chunks.clip, first,
+                    CONFIG=config, num_warps=num_warps, enable_fp_fusion=False,
+                )  # fmt: skip
+        if is_capturing(rows.device):  # Replays of the graph use these tables.
+            self._captured.append((chunks, rows, setting_table))
+        return chunks.clip
 
     def _upload_settings(self, settings: list[list[float | Tensor]]) -> Tensor:
         """Return the settings on the device, (groups, ``kernels.SETTINGS``), uploaded only if numbers have changed."""
         numbers = [[0.0 if isinstance(value, Tensor) else float(value) for value in group] for group in settings]
         if numbers != self._settings:
-            self._setting_table = self._upload(torch.tensor(numbers, dtype=torch.float64))
+            self._setting_table = self._upload(torch.tensor(numbers, dtype=torch.float64), self._rows.device)
             self._settings = numbers
         for group, values in enumerate(settings):
             for column, value in enumerate(values):
                 if isinstance(value, Tensor):  # Its number, which the host does not know, may be another in each step.
                     self._setting_table[group, column].copy_(value.squeeze())
         return self._setting_table
-
-
-class GroupedParameter(NamedTuple):
-    """A parameter with its place in the optimizer and its group's."""
-
-    parameter: Tensor
-    number: int
-    group: int
-
-
-@dataclass(eq=False)
-class ParameterSet:
-    """Parameters that are updated together, their tables, and a signature of the tensors that these describe."""
-
-    members: Sequence[GroupedParameter]
-    tables: UpdateTables | None = None
-    described_signature: list | None = None
-
-
-def _launch(chunks: Chunks, rows: Tensor, setting_table: Tensor, max_norm: float | None) -> None:
-    """Launch a step's kernels: norms if clipped, the factors of all parameters, then the updates by variant."""
-    tiles = {"CHUNK": kernels.CHUNK, "TILE": kernels.CHUNK // 2}  # On a GPU 16 elements in each of 128 threads.
-    if max_norm is not None:
-        for variant, first, count in chunks.launches:
-            kernels.adamw_norm_kernel[(count,)](
-                rows, chunks.table, chunks.sums_of_squares, first, GRADIENT_DTYPE=variant.gradient_dtype, **tiles
-            )
-    tables = rows, setting_table, chunks.factors, chunks.sums_of_squares, chunks.clip
-    numbers = len(rows), len(chunks.sums_of_squares), 0.0 if max_norm is None else max_norm
-    constants = {"CLIPPED": max_norm is not None, "ROW_TILE": kernels.ROW_TILE, "SUM_TILE": kernels.SUM_TILE}
-    kernels.adamw_prepare_kernel[(1,)](*tables, *numbers, **constants, num_warps=16)
-    sources = rows, chunks.table, chunks.factors, chunks.clip
-    # Without fusion by the compiler: all variants must give the same bits.
-    for variant, first, count in chunks.launches:
-        half_tile, num_warps = tile_settings(variant)
-        config = kernels.UpdateConfig(*variant, clipped=max_norm is not None, chunk=kernels.CHUNK, half_tile=half_tile)
-        kernels.adamw_update_kernel[(count,)](
-            *sources, first, CONFIG=config, num_warps=num_warps, enable_fp_fusion=False
-        )

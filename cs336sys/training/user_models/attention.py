@@ -98,8 +98,8 @@ def our_attention(*arguments: Any, **named: Any) -> Tensor:
     mask = cast("Any", call.attn_mask)
     is_causal = call.is_causal or mask is not None  # Masks that reach this line are torch's causal ones.
     alignment = "end" if mask is not None and mask.variant.name == "LOWER_RIGHT" else "start"
-    attend = _flash_attention or ATTENTION["flash"].load()  # None again once memory_prediction's stand-in has left.
-    return attend(call.query, call.key, call.value, is_causal, scale=call.scale, causal_alignment=alignment)
+    assert _flash_attention is not None, "replace_attention() loads it: the compiler could not"
+    return _flash_attention(call.query, call.key, call.value, is_causal, scale=call.scale, causal_alignment=alignment)
 
 
 @contextlib.contextmanager

@@ -31,7 +31,7 @@ stages: list[str] = []
 def measure(name, device="cpu", context=64, **more):
     shape = {"batch_size": 2, "heads": 2, "head_dim": 16, "dtype": "fp32", "warmup_ms": 0.5, "repetition_ms": 1.0}
     workload = AttentionWorkload(f"{KERNELS}:{name}", context=context, device=device, **shape | more)
-    return measurement.measure_own_attention(workload.configuration(), stages.append)
+    return measurement.measure_flash(workload.configuration(), stages.append)
 
 
 @pytest.mark.parametrize("more", [{}, {"causal": False}, {"heads": 4, "kv_heads": 2}, {"dtype": "bf16"}])

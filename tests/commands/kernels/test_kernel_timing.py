@@ -221,7 +221,7 @@ def measure_own(tmp_path):
         settings = {"dtype": "fp32", "device": "cpu", "warmup_ms": 0.5, "repetition_ms": 1.0} | more
         settings |= {"vocab_size": 61} if op == "linear-cross-entropy" else {}
         workload = KernelWorkload(op, f"{tmp_path}/mine.py:{name}", 16, 32, **settings)
-        return measurement.measure_own_kernel(workload.configuration(), lambda stage: None)
+        return measurement.measure_kernel(workload.configuration(), lambda stage: None)
 
     return measured
 
