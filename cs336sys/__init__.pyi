@@ -76,14 +76,14 @@ def doctor(*, model: str | Callable[..., Any] | None = None, loss: str | Callabl
 def flash(*, implementation: str | Iterable[str] = ('auto', 'triton', 'hopper', 'deterministic', 'tiled', 'eager',
     'compiled', 'sdpa-flash', 'sdpa-cudnn', 'sdpa-efficient', 'flex', 'fa4', 'fa4-deterministic'), batch_size: int |
     Iterable[int] = (1,), num_heads: int | Iterable[int] = (16,), kv_heads: int | Iterable[int] = (), head_dim: int
-    | Iterable[int] = (64,), context: int | Iterable[int] = (1024, 4096), causal: bool = True, window: int |
-    Iterable[int] = (), grid: str | None = None, rounds: int = 1, keep_settings: bool = False, kernel: str |
-    Callable[..., Any] | Iterable[str | Callable[..., Any]] = (), dtype: str | Iterable[str] = ('bf16',), baseline:
-    str | None = None, warmup_ms: float = 25.0, repetition_ms: float = 100.0, plot: str | Path | None = None,
-    device: str = 'auto', seed: int = 0, dry_run: bool = False, save: str | Path | None = None, track: str |
-    Iterable[str] = (), cell_timeout: float | None = None, cool_down: float = 0.0, format: str | None = None,
-    output: str | Path | None = None, table: str | Iterable[str] = (), columns: str | Iterable[str] = (), sort: str
-    | None = None, wide: bool = False
+    | Iterable[int] = (64,), context: int | Iterable[int] = (1024, 4096), queries: int | Iterable[int] = (), causal:
+    bool = True, window: int | Iterable[int] = (), grid: str | None = None, rounds: int = 1, keep_settings: bool =
+    False, kernel: str | Callable[..., Any] | Iterable[str | Callable[..., Any]] = (), dtype: str | Iterable[str] =
+    ('bf16',), baseline: str | None = None, warmup_ms: float = 25.0, repetition_ms: float = 100.0, plot: str | Path
+    | None = None, device: str = 'auto', seed: int = 0, dry_run: bool = False, save: str | Path | None = None,
+    track: str | Iterable[str] = (), cell_timeout: float | None = None, cool_down: float = 0.0, format: str | None =
+    None, output: str | Path | None = None, table: str | Iterable[str] = (), columns: str | Iterable[str] = (),
+    sort: str | None = None, wide: bool = False
 ) -> Results: ...
 def losses(model_or_size: str | Callable[..., Any] | Iterable[str | Callable[..., Any]] | None = None, /, *, text:
     str | Path | Iterable[str | Path] = [], size: str | Iterable[str] = (), context: int | Iterable[int] = (),

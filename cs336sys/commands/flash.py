@@ -31,7 +31,7 @@ GRIDS: dict[str, dict[str, list[Any]]] = {
 
 @setting_options(
     AttentionWorkload,
-    *("implementation", "batch_size", "heads", "kv_heads", "head_dim", "context", "causal", "window"),
+    *("implementation", "batch_size", "heads", "kv_heads", "head_dim", "context", "queries", "causal", "window"),
     *("grid", "rounds", "keep_settings", *OPERATION_OPTIONS),
 )
 class FlashOptions(OperationOptions):
@@ -76,7 +76,7 @@ class FlashOptions(OperationOptions):
             names.sort(key=lambda name: name != "triton")  # False sorts before True.
             additions["triton"] = {"keep_settings": True}
         # The outermost first. Shapes are made without an implementation: each round goes through all of these.
-        order = "batch_size", "heads", "context", "head_dim", "dtype", "kv_heads", "window"
+        order = "batch_size", "heads", "context", "queries", "head_dim", "dtype", "kv_heads", "window"
         rounds = [{"round": number} for number in range(1, self.rounds + 1)] if self.rounds > 1 else [{}]
         return [
             AttentionWorkload(**shape | {"implementation": name}).configuration() | this_round | additions.get(name, {})
@@ -117,6 +117,8 @@ def flash(
     cs336sys flash --num-heads 32 --kv-heads 8 --window 512,1024 --implementation auto,flex,fa4 --baseline flex
 
     cs336sys flash --batch-size 4 --context 512 --implementation triton,sdpa-flash --keep-settings
+
+    cs336sys flash --full --queries 1 --context 8192 --batch-size 16 --num-heads 32 --kv-heads 8 --implementation auto
     """
     from cs336sys.commands.attention.tables import attention_plan, flash_tables, plot_flash, pool_flash_rounds
 

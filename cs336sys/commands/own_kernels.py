@@ -45,11 +45,14 @@ class UsersProblem(abc.ABC):
         odd_shapes: names the :meth:`odd_cases` in reports of progress.
         operands: inputs and gradients of the outputs, in the same memory at every call.
         input_names: of the inputs, which ``operands`` begins with.
+        counts_launches: a part takes longer where the CPU launches it in more time than the flush of the L2 cache
+            takes, as in ``do_bench``; False: the GPU waits until all is launched, as by ``time_queued_calls``.
         intended: the values that ``operands`` should have.
         right: what the function should make of them, in float64.
     """
 
     odd_shapes: str
+    counts_launches: bool = False
     input_names: Sequence[str]
     intended: Sequence[Tensor]
     right: Results
@@ -195,6 +198,8 @@ class KernelTimer:
             took_ms = 1e3 * (_clock() - started)
             return took_ms, self._copied(results)
         start, end = (_event(enable_timing=True) for _ in range(2))
+        if self.problem.counts_launches:
+            _synchronize(self._device)
         self._flushed.zero_()  # It is larger than the L2 cache, in which nothing of the inputs remains.
         _record(start, self._stream)
         results = call()

@@ -92,6 +92,7 @@ class AttentionWorkload(Configured):
             attention, whose softmax is made of single operations.
         kv_heads: heads of keys and values, which heads of queries share; None for as many as of queries.
         window: how many keys a query sees, the last of them its own; None for all.
+        queries: of each sequence, which all see its ``context`` keys; None for as many as keys.
     """
 
     implementation: str = setting(several=True, header=None)
@@ -113,6 +114,11 @@ class AttentionWorkload(Configured):
         shown_default="all",
         needs=(Needs("causal", (True,), "counts keys back from the query's own, so it needs --causal"),),
     )
+    queries: int | None = _optional(
+        "Queries over --context keys: 1 in decoding.",
+        shown_default="--context",
+        needs=(Needs("causal", (False,), "of another number than keys see all of these, so it needs --full"),),
+    )
 
     def __post_init__(self) -> None:
         self.check_settings()
@@ -125,9 +131,13 @@ class AttentionWorkload(Configured):
         return self.heads if self.kv_heads is None else self.kv_heads
 
     @property
+    def num_queries(self) -> int:
+        return self.context if self.queries is None else self.queries
+
+    @property
     def flops(self) -> dict[str, int]:
         """Return FLOPs by part as :func:`attention_flops` counts them."""
-        shape = (self.batch_size, self.heads, self.context, self.context, self.head_dim)
+        shape = (self.batch_size, self.heads, self.num_queries, self.context, self.head_dim)
         forward = attention_flops(*shape, causal=self.causal, window=self.window, backward=False)
         total = attention_flops(*shape, causal=self.causal, window=self.window, backward=True)
         return {"forward": forward, "backward": total - forward, "end_to_end": total}

@@ -47,7 +47,7 @@ Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 class Inputs(NamedTuple):
     """Query, key and value that require gradients, and the output's gradient: (batch, heads, context, head_dim).
 
-    Key and value may have fewer heads.
+    Key and value may have fewer heads, query and gradient another length.
     """
 
     query: Tensor
@@ -64,8 +64,9 @@ def random_inputs(workload: AttentionWorkload, device: torch.device) -> Inputs:
     """Draw normal inputs by the workload's seed, the same for every implementation but for their order in memory."""
     generator = torch.Generator(device).manual_seed(workload.seed)
     random = functools.partial(torch.randn, generator=generator, device=device, dtype=DTYPES[workload.dtype])
-    heads_of_tensors = (workload.heads, workload.key_heads, workload.key_heads, workload.heads)  # As in Inputs.
-    tensors = [random((workload.batch_size, heads, workload.context, workload.head_dim)) for heads in heads_of_tensors]
+    of_queries, of_keys = (workload.heads, workload.num_queries), (workload.key_heads, workload.context)
+    shapes = of_queries, of_keys, of_keys, of_queries  # As in Inputs.
+    tensors = [random((workload.batch_size, *shape, workload.head_dim)) for shape in shapes]
     if workload.implementation in FLASH_ATTENTION_4:
         # Tokens before heads in memory, as the package takes them, and as a model that uses it would have them.
         tensors = [tensor.transpose(1, 2).contiguous().transpose(1, 2) for tensor in tensors]
@@ -198,7 +199,7 @@ def exact_results(inputs: Inputs, workload: AttentionWorkload) -> dict[str, Tens
     grad_key, grad_value = torch.zeros_like(key), torch.zeros_like(value)
     for batch in range(len(query)):
         for head in range(workload.heads):
-            for start in range(0, workload.context, _REFERENCE_ROWS):
+            for start in range(0, workload.num_queries, _REFERENCE_ROWS):
                 rows = batch, head, slice(start, start + _REFERENCE_ROWS)
                 # Of the keys, those that any of these rows sees.
                 first_key = 0 if workload.window is None else max(0, start + 1 - workload.window)
@@ -373,6 +374,7 @@ class UsersAttention(UsersProblem):
     """
 
     odd_shapes = "odd lengths and strides"
+    counts_launches = True  # As of the other implementations.
     input_names = ("q", "k", "v")
 
     def __init__(self, attention: Attention, workload: AttentionWorkload, device: torch.device):
@@ -446,7 +448,7 @@ def _load_attention(workload: AttentionWorkload) -> Attention:
 def _least_attention_ms(workload: AttentionWorkload, device: torch.device, part: str) -> float:
     """Return the least ms that FLOPs and bytes take at the datasheet's peaks; 0 where these are not known."""
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    heads, rows = workload.heads + workload.key_heads, workload.batch_size * workload.context
+    rows = workload.batch_size * (workload.heads * workload.num_queries + workload.key_heads * workload.context)
     # Query and output, key and value, once each: no part moves less.
-    moved_bytes = 2 * heads * rows * workload.head_dim * ELEMENT_BYTES[workload.dtype]
+    moved_bytes = 2 * rows * workload.head_dim * ELEMENT_BYTES[workload.dtype]
     return least_ms(gpu, workload.dtype, workload.flops[part], moved_bytes)

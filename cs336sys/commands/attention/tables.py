@@ -95,11 +95,9 @@ def _flash_row(cell: Cell, baseline: Cell | None, gpu: str) -> dict[str, Any]:
 def attention_plan(command: str, configurations: Sequence[Mapping[str, Any]], capacity: Capacity | None) -> Table:
     """Build the table of ``--dry-run``: the cells, those of plain attention with the memory that they will need."""
     cells = [Cell(command, dict(configuration), status="ok") for configuration in configurations]  # For titles.
-    rows = [
-        cell.configuration
-        | (_predicted_memory(cell) if cell.configuration["implementation"] in PLAIN_ATTENTION else {})
-        for cell in cells
-    ]
+    predicted = [cell for cell in cells if cell.configuration["implementation"] in PLAIN_ATTENTION]
+    predicted = [cell for cell in predicted if cell.configuration["queries"] is None]  # The formulas are of a square.
+    rows = [cell.configuration | (_predicted_memory(cell) if cell in predicted else {}) for cell in cells]
     too_large = sum(row.get("predicted_peak_gib", 0) > capacity.memory_gib for row in rows) if capacity else 0
     notes = sentences(__name__, "plan", capacity=capacity, too_large=too_large, cells=len(rows))
     varying = titles.shown_settings(cells, _SHAPE_COLUMNS)
