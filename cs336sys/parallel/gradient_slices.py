@@ -33,7 +33,8 @@ def mark_slice(
 ) -> None:
     """Mark a parameter as this rank's slice of a whole one, and let functions that would treat it as whole refuse it.
 
-    The first slice of a process wraps what clips or selects gradients, scales losses or updates parameters in torch.
+    The first slice of a process wraps what clips, selects or averages gradients, scales losses or updates parameters in
+    torch.
 
     Args:
         ranks: the ranks of the default group that hold the slices; None if each may hold another.
@@ -45,6 +46,7 @@ def mark_slice(
     refuse_clipping_alone()
     refuse_selected_gradients()
     refuse_other_scalers()
+    _refuse_torch_ddp()
     _check_optimizers()
 
 
@@ -215,6 +217,24 @@ def refuse_selected_gradients() -> None:
     torch.autograd._engine_run_backward = run_backward_checked  # type: ignore[assignment]
 
 
+@functools.cache
+def _refuse_torch_ddp() -> None:
+    """Let torch's DistributedDataParallel refuse slices of which its ranks have others, from now on in this process.
+
+    It would overwrite them with rank 0's, or where these have another shape wait for ever.
+    """
+    construct = nn.parallel.DistributedDataParallel.__init__
+
+    @functools.wraps(construct)
+    def construct_checked(*args: Any, **settings: Any) -> None:
+        arguments = inspect.signature(construct).bind(*args, **settings).arguments
+        group, mesh = arguments.get("process_group"), arguments.get("device_mesh")
+        require_whole(arguments["module"].named_parameters(), group if mesh is None else mesh.get_group())
+        construct(*args, **settings)
+
+    nn.parallel.DistributedDataParallel.__init__ = construct_checked  # type: ignore[method-assign]
+
+
 class ShardedGradScaler(torch.amp.GradScaler):
     """Scales the loss, and skips a step on all ranks where a gradient overflowed on any (Micikevicius et al. 2018).
 
@@ -295,7 +315,8 @@ def refuse_other_scalers() -> None:
 Options = Mapping[str, Any]
 OptimizerClass = type[torch.optim.Optimizer]
 
-_STEPS = 3
+# Of a trial: RAdam's update is another one from its sixth step on.
+_STEPS = 8
 
 # How a matrix is cut into two slices: its rows as FSDP does, or columns as TensorParallel does, or its elements in
 # memory order as ShardedOptimizer does. For each: the shape to cut, its dimension, and the size of the first slice.
@@ -315,7 +336,8 @@ def require_elementwise(
     """Step a small matrix as a whole and in two slices, and compare the results and the optimizers' states.
 
     Optimizers that use the norm of a parameter (LAMB), row and column means (Adafactor) or matrix products (Muon)
-    differ or fail; so does one that draws random numbers (those of the program are not used up).
+    differ or fail; so does one that draws random numbers (those of the program are not used up). Eight steps are
+    compared: one that updates otherwise only after these is not noticed.
 
     Args:
         options: what the class is constructed with, parameters aside.

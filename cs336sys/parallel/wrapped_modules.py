@@ -10,12 +10,12 @@ import itertools
 import operator
 import weakref
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from cs336sys.errors import UsageError
+from cs336sys.errors import UsageError, a_value
 
 # On the hook of a parameter: its gradient is averaged over ranks.
 AVERAGES_GRADIENT = "averages_gradient"
@@ -62,6 +62,12 @@ def is_synchronized(parameter: Tensor) -> bool:
 def hands_gradient_on(parameter: Tensor) -> bool:
     """Return whether backward passes leave no gradient with this parameter: a synchronizer hands it on in slices."""
     return _has_marked_hook(parameter, HANDS_GRADIENT_ON)
+
+
+def require_module(module: Any) -> None:
+    """Refuse what is no module, as None, a list of modules or the class of one."""
+    if not isinstance(module, nn.Module):
+        raise UsageError(f"the module is {a_value(module)}: must be a torch.nn.Module")
 
 
 def require_unwrapped(module: nn.Module) -> None:

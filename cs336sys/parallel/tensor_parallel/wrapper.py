@@ -28,7 +28,7 @@ from cs336sys.parallel.rank_consistency import broadcast_from_first, describe_mo
 from cs336sys.parallel.tensor_parallel import weights
 from cs336sys.parallel.tensor_parallel.layers import TensorGroup, share_layers, vocabulary_parallel_cross_entropy
 from cs336sys.parallel.tensor_parallel.trial import require_same_results
-from cs336sys.parallel.wrapped_modules import HeldParameters, is_unit
+from cs336sys.parallel.wrapped_modules import HeldParameters, is_unit, require_module
 
 
 class PartialGradients:
@@ -164,6 +164,7 @@ class TensorParallel(StateDictOfSlices):
         """
         super().__init__()
         require_process_group(type(self).__name__)
+        require_module(module)
         self.group = process_group(group)
         rank, size = self.group.rank(), self.group.size()
         with same_on_every_rank(self.group) as lines:
