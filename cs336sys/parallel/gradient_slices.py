@@ -15,7 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from cs336sys.errors import UsageError
 from cs336sys.parallel.collectives import gather_numbers, group_device, is_stream_captured, require_process_group
-from cs336sys.parallel.wrapped_modules import hands_gradient_on
+from cs336sys.parallel.wrapped_modules import HANDS_GRADIENT_ON, has_marked_hook
 
 # Attributes of parameters, see mark_slice(). kernels.adamw.AdamW looks for the first, too, and may not import this.
 _MARK = "is_slice_of_this_rank"
@@ -168,7 +168,7 @@ def refuse_clipping_alone() -> None:
     @functools.wraps(_CLIP_BY_NORM)
     def clip_by_norm(parameters: Tensor | Iterable[Tensor], *args: Any, **settings: Any) -> Any:
         parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        if any(is_slice(parameter) or hands_gradient_on(parameter) for parameter in parameters):
+        if any(is_slice(parameter) or has_marked_hook(parameter, HANDS_GRADIENT_ON) for parameter in parameters):
             raise UsageError(
                 "torch.nn.utils.clip_grad_norm_ would clip by the norm of this rank's share of the gradients: call "
                 "clip_grad_norm_() of the FSDP or TensorParallel module, or of the sharded optimizer, on every rank"
@@ -178,7 +178,7 @@ def refuse_clipping_alone() -> None:
     @functools.wraps(_CLIP_VALUES)
     def clip_values(parameters: Tensor | Iterable[Tensor], *args: Any, **settings: Any) -> Any:
         parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        if any(map(hands_gradient_on, parameters)):
+        if any(has_marked_hook(parameter, HANDS_GRADIENT_ON) for parameter in parameters):
             raise UsageError(
                 "torch.nn.utils.clip_grad_value_ would clip nothing, because backward passes leave no gradients with "
                 "these parameters: give it own_tensors of the sharded optimizer, or call its clip_grad_norm_()"

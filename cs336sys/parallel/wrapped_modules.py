@@ -54,14 +54,10 @@ def is_unit(module: nn.Module) -> bool:
     return getattr(module.__dict__.get("_compiled_call_impl"), GATHERS_PARAMETERS, False)
 
 
-def is_synchronized(parameter: Tensor) -> bool:
-    """Return whether a synchronizer that still exists averages the gradient of this parameter."""
-    return _has_marked_hook(parameter, AVERAGES_GRADIENT)
-
-
-def hands_gradient_on(parameter: Tensor) -> bool:
-    """Return whether backward passes leave no gradient with this parameter: a synchronizer hands it on in slices."""
-    return _has_marked_hook(parameter, HANDS_GRADIENT_ON)
+def has_marked_hook(parameter: Tensor, mark: str) -> bool:
+    """Return whether a synchronizer that still exists does with the parameter's gradient what this mark says."""
+    hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+    return any(getattr(hook, mark, False) for hook in hooks.values())
 
 
 def require_module(module: Any) -> None:
@@ -83,18 +79,13 @@ def require_unwrapped(module: nn.Module) -> None:
 def require_unsynchronized(named_parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
     """Refuse parameters whose gradients another synchronizer averages: averaged twice, they would be wrong."""
     for name, parameter in named_parameters:
-        if is_synchronized(parameter):
+        if has_marked_hook(parameter, AVERAGES_GRADIENT):
             gc.collect()  # A synchronizer to which nothing refers any more may still exist as part of a cycle.
-            if is_synchronized(parameter):
+            if has_marked_hook(parameter, AVERAGES_GRADIENT):
                 raise UsageError(
                     f"{name} has its gradient averaged already, by a data parallel wrapper or a sharded optimizer: "
                     "unwrap the module or delete that optimizer"
                 )
-
-
-def _has_marked_hook(parameter: Tensor, mark: str) -> bool:
-    hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
-    return any(getattr(hook, mark, False) for hook in hooks.values())
 
 
 _layout = operator.attrgetter("shape", "dtype", "device")

@@ -377,7 +377,7 @@ class UnitRunner(SynchronizationSwitch):
 
     def _finish_reduction(self) -> None:
         if self._reducing is not None:
-            self._reducing.scatter.finish()
+            self._reducing.finish_reduction()
             self._reducing = None
 
     def _note(self, parameters: Iterable[nn.Parameter], present: Sequence[bool]) -> None:
@@ -412,7 +412,7 @@ class UnitRunner(SynchronizationSwitch):
             for unit in self._unreduced:
                 unit.drop_gradients()
             if self._reducing is not None:
-                self._reducing.scatter.drop()
+                self._reducing.finish_reduction(drops=True)
             self._reducing, self._unreduced = None, {}
             self._leave_backward()
             self._free_all()
