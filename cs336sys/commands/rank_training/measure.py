@@ -21,6 +21,7 @@ from cs336sys.accounting.sharding.selective_checkpointing import computed_flops
 from cs336sys.commands.rank_training import rank as on_rank
 from cs336sys.commands.rank_training.communication import StepShares, profile_shares
 from cs336sys.commands.rank_training.gradient_check import gradients_outcome
+from cs336sys.commands.rank_training.verification import verify_training
 from cs336sys.findings import sentence
 from cs336sys.machine.device import choose_device, peak_memory_gib, reset_peak_memory, synchronize
 from cs336sys.parallel.ranks import launch
@@ -93,7 +94,7 @@ def _unsynchronized_steps(
 
 def _weights_outcome(ranks: launch.Ranks, workload: ParallelWorkload) -> tuple[dict[str, Any], Outcome | None]:
     """Compare weights after some steps: return derived columns, and a ``wrong`` outcome if rounding is no reason."""
-    differences = ranks.run(on_rank.verify_on_rank, workload)
+    differences = ranks.run(verify_training, workload)
     # A rank that could compare nothing has NaN, which says nothing of the others.
     worst = max(differences, key=lambda difference: (not math.isnan(difference.relative), difference.relative))
     derived = _describe_model(workload) | {"checked_layers": worst.num_layers}

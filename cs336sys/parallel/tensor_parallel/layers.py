@@ -284,11 +284,12 @@ def share_layers(model: Any, group: TensorGroup, shapes: Mapping[str, torch.Size
     classes = {"token_embeddings": TensorParallelEmbedding, "lm_head": TensorParallelHead}
     # Each layer once, although a module may be a part of several blocks.
     for layer, name in {layer: name for name, layer in shared_layers(model).items()}.items():
-        layer.__class__ = _shared_class(classes.get(name, TensorParallelPart), type(layer))
+        original: Any = type(layer)
+        layer.__class__ = _shared_class(classes.get(name, TensorParallelPart), original)
         layer.tensor_group = group
         if name.endswith(".attn"):
             layer.num_heads //= group.size  # Its projections return the heads of this rank alone.
-    original: Any = type(model)
+    original = type(model)
     model.__class__ = _make_model_class(original)
     embedding = model.token_embeddings
     embedding.vocabulary = shapes["token_embeddings.weight"][0]
