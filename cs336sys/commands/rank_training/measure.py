@@ -194,12 +194,12 @@ def slowest(measured: "Sequence[on_rank.RankMeasurement] | Sequence[BoardMeasure
         """Return a series, its ``measured`` or ``warmup`` steps, each of the rank whose step took longest."""
         # A step's phases are of one rank, so that they add up to it. These two are no phases and have their own ranks.
         judged = name if name in ("wall", "communication") else "step"
-        # Of each step, the times of all ranks: by which the slowest is chosen, and of ``name``.
-        judged_ms, times_ms = (
-            zip(*(getattr(rank.samples[series], part) for rank in measured), strict=True) for series in (judged, name)
+        # Of each rank's steps, the time by which the slowest is chosen, and that of ``name``.
+        of_ranks = (
+            zip(getattr(rank.samples[judged], part), getattr(rank.samples[name], part), strict=True)
+            for rank in measured
         )
-        slowest_ranks = (max(zip(*ranks_ms, strict=True)) for ranks_ms in zip(judged_ms, times_ms, strict=True))
-        return tuple(time_ms for _, time_ms in slowest_ranks)
+        return tuple(time_ms for _, time_ms in map(max, zip(*of_ranks, strict=True)))
 
     return {
         name: Samples(

@@ -67,7 +67,8 @@ class UnitRunner(SynchronizationSwitch):
 
     Modules hold slices, except within a forward pass of the whole module, and within a backward pass, however these
     end. There they hold the whole parameters of units in use, and stand-ins for others. The first operation on a
-    stand-in *lends* its unit: it stays gathered until the backward pass has ended, and is reduced then.
+    stand-in *lends* its unit: it stays gathered until the backward pass has ended, and is reduced then. (Without
+    gradients, until the forward pass has ended.)
 
     Args:
         keep_gathered: how many units besides the last stay gathered between a forward pass and its backward pass.
@@ -194,7 +195,7 @@ class UnitRunner(SynchronizationSwitch):
         # Views of weights outlive the call if they are kept, or returned in a dataclass, into which tree_map_only()
         # does not look. Weights themselves that are kept, as in nn.LSTM's list, are replaced when the unit is hidden.
         if any(unit.stores(tensor) and not unit.is_parameter(tensor) for tensor in outputs + kept):
-            self._lend(unit)
+            self._lent[unit] = unit.versions()
         if torch.is_grad_enabled():
             self._hook(unit, outputs + changed + _computed_now(kept, unit, inputs))
         if not is_in_use:
@@ -211,7 +212,7 @@ class UnitRunner(SynchronizationSwitch):
             )
         if unit not in self._lent:
             self._use(unit)
-            self._lend(unit)
+            self._lent[unit] = unit.versions()
 
     def arrive(self, unit: ShardedUnit | None, versions: SliceVersions, lent: dict[ShardedUnit, SliceVersions]) -> None:
         """Gather a unit for its backward pass, when autograd has the gradient of its output and is about to use it.
@@ -329,10 +330,6 @@ class UnitRunner(SynchronizationSwitch):
         elif unit not in self._staying or not torch.is_grad_enabled():
             unit.free()
 
-    def _lend(self, unit: ShardedUnit) -> None:
-        """Keep a unit gathered until the backward pass has ended, or without gradients, the forward pass."""
-        self._lent[unit] = unit.versions()
-
     def _outputs(self, unit: ShardedUnit, output: Any) -> list[Tensor]:
         """Return the tensors in the output of a unit; refuse one without any, at which no gradient would be seen."""
         tensors = tensors_in(output)
@@ -393,7 +390,6 @@ class UnitRunner(SynchronizationSwitch):
     def end_backward(self) -> None:
         """Free all units and finish their reductions: called by autograd when a backward pass has come to its end."""
         self._leave_backward()
-        self._free_all()
         # Units that are lent, contained others or came last are not reduced yet.
         for unit in list(self._unreduced):
             self._reduce(unit)
@@ -415,7 +411,6 @@ class UnitRunner(SynchronizationSwitch):
                 self._reducing.finish_reduction(drops=True)
             self._reducing, self._unreduced = None, {}
             self._leave_backward()
-            self._free_all()
 
     def _leave_backward(self) -> None:
         self._inside, self._current = set(), None
@@ -423,6 +418,7 @@ class UnitRunner(SynchronizationSwitch):
         if not self._in_forward:
             self._order = None
         self._show_slices()
+        self._free_all()
 
     def _show_slices(self) -> None:
         if not self._in_forward:  # A backward pass may run within a forward pass, which goes on with whole parameters.
