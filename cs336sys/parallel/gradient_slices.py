@@ -21,6 +21,8 @@ from cs336sys.parallel.wrapped_modules import HANDS_GRADIENT_ON, has_marked_hook
 _MARK = "is_slice_of_this_rank"
 _WHOLE = "whole_shape_and_dimension"
 _PARTIAL_MARK = "has_partial_gradient"
+_LACKS_RANKS = "gradient_lacks_ranks"
+WAS_CUT = "was_cut_into_slices"  # Of a whole parameter, in whose place the module has a slice or part.
 
 # Two functions of torch.nn.utils without their decorators: the one that clip_grad_norm_ calls once it knows the norm,
 # and users as clip_grads_with_norm_; and clip_grad_value_.
@@ -56,22 +58,40 @@ def mark_partial(parameter: nn.Parameter) -> None:
     refuse_selected_gradients()
 
 
+def mark_unfinished(parameter: nn.Parameter, lacks_ranks: Callable[[], bool]) -> None:
+    """Let optimizers refuse the parameter while ``lacks_ranks()`` says that its gradient is not that of all ranks."""
+    setattr(parameter, _LACKS_RANKS, lacks_ranks)
+
+
 @functools.cache
 def _check_optimizers() -> None:
-    """Let optimizers of slices refuse to step if they do not update each element by itself, from now on."""
-    register_optimizer_step_pre_hook(_require_elementwise)
+    """Let optimizers of slices refuse to step unfinished gradients, or not each element by itself, from now on."""
+    register_optimizer_step_pre_hook(_check_step)
 
 
-def _require_elementwise(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Refuse an optimizer of slices that does not update each element by itself."""
+def _check_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     # A step that is compiled or captured now has run before, as warm-up, and was tried then.
     if torch.compiler.is_compiling() or is_stream_captured():
         return
     for group in optimizer.param_groups:
-        device = next((parameter.device for parameter in group["params"] if is_slice(parameter)), None)
-        if device is not None:
+        marks = (parameter for parameter in group["params"] if is_slice(parameter) or hasattr(parameter, WAS_CUT))
+        first = next(marks, None)
+        if first is not None and hasattr(first, WAS_CUT):
+            raise UsageError(
+                "the optimizer was built before its parameters were cut, and would update none that is trained: build "
+                "it over parameters() of the FSDP or TensorParallel module"
+            )
+        # One of them stands for all: their gradients are finished together. (To look into vars() is fastest.)
+        watched = (parameter for parameter in group["params"] if _LACKS_RANKS in vars(parameter))
+        parameter = next((parameter for parameter in watched if parameter.grad is not None), None)
+        if parameter is not None and getattr(parameter, _LACKS_RANKS)():
+            raise UsageError(
+                "gradients lack those of other ranks: call finish_gradient_synchronization() of the FSDP or "
+                "TensorParallel module, on every rank, between the backward pass and step()"
+            )
+        if first is not None:
             options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-            require_elementwise_step(optimizer, options, device)
+            require_elementwise_step(optimizer, options, first.device)
 
 
 def is_slice(parameter: Tensor) -> bool:

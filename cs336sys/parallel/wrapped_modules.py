@@ -163,7 +163,7 @@ class HeldParameters:
         self._children = [owner._modules for owner in owners if isinstance(owner._modules, dict)]
         self._children_then = [dict(children) for children in self._children]
         self._parameters = [owner._parameters for owner in owners if isinstance(owner._parameters, dict)]
-        self._attributes_then, self._ids_then = self._attributes(), self._parameter_ids()
+        self._contents_then = self._contents()
         # Of a tied parameter, one entry.
         entries = {id(entry.parameter): entry for entry in self._entries.values()}.values()
         # Parameters that exist no longer: a new one may have the id of one of them.
@@ -174,19 +174,17 @@ class HeldParameters:
         self._layouts_then = [(entry.shape, entry.dtype, entry.device) for entry in entries]
         self._frozen = [entry.reference for entry in entries if not entry.is_trained]
 
-    def _attributes(self) -> tuple[list[int], list[str]]:
-        """Count the parameters of each module, and list the attributes of all."""
-        return list(map(len, self._parameters)), list(itertools.chain.from_iterable(self._parameters))
-
-    def _parameter_ids(self) -> list[int]:
-        return list(map(id, itertools.chain.from_iterable(map(dict.values, self._parameters))))
+    def _contents(self) -> tuple[list[int], list[int], list[str]]:
+        """Return the ids of all parameters, how many each module has, and the attributes of all."""
+        joined = itertools.chain.from_iterable
+        ids = list(map(id, joined(map(dict.values, self._parameters))))
+        return ids, list(map(len, self._parameters)), list(joined(self._parameters))
 
     def _is_unchanged(self) -> bool:
         """Compare with what :meth:`_note_contents` noted: layouts late, because parameters that are gone have none."""
         return (
             self._children == self._children_then
-            and self._parameter_ids() == self._ids_then
-            and self._attributes() == self._attributes_then
+            and self._contents() == self._contents_then
             and not self._gone
             and [_layout(reference()) for reference in self._references] == self._layouts_then
             and not any(parameter.requires_grad for reference in self._frozen if (parameter := reference()) is not None)

@@ -249,6 +249,10 @@ class UnitRunner(SynchronizationSwitch):
         # A unit with calls ahead of the backward pass does not have all of its gradients yet.
         self._use(unit, to_reduce=None if previous.calls_ahead > 0 else previous)
 
+    def lacks_finish(self) -> bool:
+        """Return whether gradients of backward passes have not been finished."""
+        return bool(self._present) or any(unit.has_kept for unit in self.units)
+
     def finish(self) -> None:
         """Average what has not been averaged yet, and wait; a gradient that no rank had becomes None."""
         self._discard_failed_pass()

@@ -34,7 +34,7 @@ from cs336sys.parallel.fsdp.parameter import (
 from cs336sys.parallel.fsdp.runner import UnitRunner
 from cs336sys.parallel.fsdp.unit import ShardedUnit
 from cs336sys.parallel.gradient_memory import require_own_gradient_dtype
-from cs336sys.parallel.gradient_slices import clip_over_ranks
+from cs336sys.parallel.gradient_slices import clip_over_ranks, mark_unfinished
 from cs336sys.parallel.wrapped_modules import HeldParameters, require_module, require_unsynchronized, require_unwrapped
 
 
@@ -189,7 +189,8 @@ class FSDP(StateDictOfSlices):
     def finish_gradient_synchronization(self) -> None:
         """Make every gradient the mean over ranks. Every rank must call it between backward pass and optimizer step.
 
-        On a GPU the wait is only queued; the CPU does not block, unless this rank lacks gradients (see above).
+        Optimizers refuse to step slices before. On a GPU the wait is only queued; the CPU does not block, unless this
+        rank lacks gradients (see above).
 
         Raises:
             UsageError: the module holds other parameters than those that were wrapped, and :meth:`refresh` was not
@@ -341,6 +342,8 @@ class FSDP(StateDictOfSlices):
         module = self.module
         mark_share(module, type(self).__name__, self.group)  # For state dicts, which then say whose slices they hold.
         sharded = self._distribute(plan, distributed)
+        for parameter in sharded.values():
+            mark_unfinished(parameter.shard, self._runner.lacks_finish)
         self._plan = plan
         self.units = tuple(
             ShardedUnit(unit, [sharded[entry] for entry in unit.sharded], self._gradient_dtype, self._runner.access)
