@@ -74,8 +74,7 @@ def _check_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     if torch.compiler.is_compiling() or is_stream_captured():
         return
     for group in optimizer.param_groups:
-        marks = (parameter for parameter in group["params"] if is_slice(parameter) or hasattr(parameter, WAS_CUT))
-        first = next(marks, None)
+        first = next((tensor for tensor in group["params"] if is_slice(tensor) or hasattr(tensor, WAS_CUT)), None)
         if first is not None and hasattr(first, WAS_CUT):
             raise UsageError(
                 "the optimizer was built before its parameters were cut, and would update none that is trained: build "

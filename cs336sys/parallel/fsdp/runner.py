@@ -67,8 +67,8 @@ class UnitRunner(SynchronizationSwitch):
 
     Modules hold slices, except within a forward pass of the whole module, and within a backward pass, however these
     end. There they hold the whole parameters of units in use, and stand-ins for others. The first operation on a
-    stand-in *lends* its unit: it stays gathered until the backward pass has ended, and is reduced then. (Without
-    gradients, until the forward pass has ended.)
+    stand-in *lends* its unit: it stays gathered until the backward pass (without one: the forward pass) has ended.
+    A lent unit is reduced then.
 
     Args:
         keep_gathered: how many units besides the last stay gathered between a forward pass and its backward pass.

@@ -192,8 +192,8 @@ def _write(path: Path, saved: dict[str, Any]) -> None:
         torch.save(saved, partial)
         partial.replace(path)
     except (OSError, RuntimeError) as error:
-        if partial.is_file():
-            partial.unlink()  # torch raises RuntimeError, on a full disk too.
+        if partial.is_file():  # torch raises RuntimeError, on a full disk too.
+            partial.unlink()
         raise OSError(f"checkpoint {path} could not be written: {error}") from error
 
 
