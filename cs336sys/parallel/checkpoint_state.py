@@ -132,6 +132,14 @@ class StateDictOfWrapped(nn.Module):
 
     module: nn.Module
 
+    def _fqn_modifiers(self) -> NoReturn:
+        # torch.distributed.checkpoint.state_dict calls this where a module has it, and knows names with "module." of
+        # torch's wrappers alone: it would lack those of this one, and rename its optimizer's state.
+        raise UsageError(
+            f"torch.distributed.checkpoint.state_dict does not know {type(self).__name__}: give it the wrapped module, "
+            "whose names these are, or save state_dict() of the wrapper"
+        )
+
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the wrapped module's state dict, without a prefix."""
         state = self.module.state_dict(*args, **kwargs)
@@ -172,6 +180,9 @@ class StateDictOfSlices(StateDictOfWrapped):
     """A wrapper that has cut the parameters of ``module`` into slices for the ranks of ``group``."""
 
     group: dist.ProcessGroup
+
+    def _fqn_modifiers(self) -> NoReturn:
+        _refuse_gathering()
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Load what ``state_dict()`` returned on the same rank of equally many ranks. Every rank must call it.

@@ -34,7 +34,7 @@ from cs336sys.parallel.copy_engines import CopiedMean, CopyEngines, places_in_bo
 from cs336sys.parallel.gradient_memory import gradient_dtype_of, require_own_gradient_dtype
 from cs336sys.parallel.gradient_slices import require_whole
 from cs336sys.parallel.gradient_synchronizer import GradientSynchronizer
-from cs336sys.parallel.wrapped_modules import HeldParameters, require_unsynchronized, require_unwrapped
+from cs336sys.parallel.wrapped_modules import HeldParameters, require_module, require_unsynchronized, require_unwrapped
 
 # The beginning of names of parameters in the wrapper, which the module's names lack.
 _PREFIX = "module."
@@ -102,13 +102,14 @@ class _Replicated(StateDictOfWrapped):
             group: the ranks that share the batch: a process group, or one dimension of a mesh; None takes all ranks.
 
         Raises:
-            UsageError: there is no process group; ``gradient_dtype`` is not a floating-point dtype; or on every rank:
-                the module is wrapped already or has a wrapped part, a parameter is a slice that the ranks do not have
-                in common, or has a ``grad_dtype`` that is neither its own dtype nor ``gradient_dtype``, an embedding
-                has ``max_norm``, or modules or settings differ between ranks (naming the first difference).
+            UsageError: there is no process group; it is no module; ``gradient_dtype`` is no floating-point dtype; or on
+                every rank: the module is wrapped already or has a wrapped part, a parameter is a slice that the ranks
+                do not have in common, or has a ``grad_dtype`` that is neither its own dtype nor ``gradient_dtype``, an
+                embedding has ``max_norm``, or modules or settings differ between ranks (naming the first difference).
         """
         super().__init__()
         require_process_group(type(self).__name__)
+        require_module(module)
         require_float("gradient_dtype", gradient_dtype)
         self.module = module
         self._gradient_dtype = gradient_dtype

@@ -15,12 +15,14 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from cs336sys.errors import UsageError
 from cs336sys.parallel.collectives import gather_numbers, group_device, is_stream_captured, require_process_group
-from cs336sys.parallel.wrapped_modules import hands_gradient_on
+from cs336sys.parallel.wrapped_modules import HANDS_GRADIENT_ON, has_marked_hook
 
 # Attributes of parameters, see mark_slice(). kernels.adamw.AdamW looks for the first, too, and may not import this.
 _MARK = "is_slice_of_this_rank"
 _WHOLE = "whole_shape_and_dimension"
 _PARTIAL_MARK = "has_partial_gradient"
+_LACKS_RANKS = "gradient_lacks_ranks"
+WAS_CUT = "was_cut_into_slices"  # Of a whole parameter, in whose place the module has a slice or part.
 
 # Two functions of torch.nn.utils without their decorators: the one that clip_grad_norm_ calls once it knows the norm,
 # and users as clip_grads_with_norm_; and clip_grad_value_.
@@ -33,7 +35,8 @@ def mark_slice(
 ) -> None:
     """Mark a parameter as this rank's slice of a whole one, and let functions that would treat it as whole refuse it.
 
-    The first slice of a process wraps what clips or selects gradients, scales losses or updates parameters in torch.
+    The first slice of a process wraps what clips, selects or averages gradients, scales losses or updates parameters in
+    torch.
 
     Args:
         ranks: the ranks of the default group that hold the slices; None if each may hold another.
@@ -45,6 +48,7 @@ def mark_slice(
     refuse_clipping_alone()
     refuse_selected_gradients()
     refuse_other_scalers()
+    _refuse_torch_ddp()
     _check_optimizers()
 
 
@@ -54,22 +58,39 @@ def mark_partial(parameter: nn.Parameter) -> None:
     refuse_selected_gradients()
 
 
+def mark_unfinished(parameter: nn.Parameter, lacks_ranks: Callable[[], bool]) -> None:
+    """Let optimizers refuse the parameter while ``lacks_ranks()`` says that its gradient is not that of all ranks."""
+    setattr(parameter, _LACKS_RANKS, lacks_ranks)
+
+
 @functools.cache
 def _check_optimizers() -> None:
-    """Let optimizers of slices refuse to step if they do not update each element by itself, from now on."""
-    register_optimizer_step_pre_hook(_require_elementwise)
+    """Let optimizers of slices refuse to step unfinished gradients, or not each element by itself, from now on."""
+    register_optimizer_step_pre_hook(_check_step)
 
 
-def _require_elementwise(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Refuse an optimizer of slices that does not update each element by itself."""
+def _check_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     # A step that is compiled or captured now has run before, as warm-up, and was tried then.
     if torch.compiler.is_compiling() or is_stream_captured():
         return
     for group in optimizer.param_groups:
-        device = next((parameter.device for parameter in group["params"] if is_slice(parameter)), None)
-        if device is not None:
+        first = next((tensor for tensor in group["params"] if is_slice(tensor) or hasattr(tensor, WAS_CUT)), None)
+        if first is not None and hasattr(first, WAS_CUT):
+            raise UsageError(
+                "the optimizer was built before its parameters were cut, and would update none that is trained: build "
+                "it over parameters() of the FSDP or TensorParallel module"
+            )
+        # One of them stands for all: their gradients are finished together. (To look into vars() is fastest.)
+        watched = (parameter for parameter in group["params"] if _LACKS_RANKS in vars(parameter))
+        parameter = next((parameter for parameter in watched if parameter.grad is not None), None)
+        if parameter is not None and getattr(parameter, _LACKS_RANKS)():
+            raise UsageError(
+                "gradients lack those of other ranks: call finish_gradient_synchronization() of the FSDP or "
+                "TensorParallel module, on every rank, between the backward pass and step()"
+            )
+        if first is not None:
             options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-            require_elementwise_step(optimizer, options, device)
+            require_elementwise_step(optimizer, options, first.device)
 
 
 def is_slice(parameter: Tensor) -> bool:
@@ -166,7 +187,7 @@ def refuse_clipping_alone() -> None:
     @functools.wraps(_CLIP_BY_NORM)
     def clip_by_norm(parameters: Tensor | Iterable[Tensor], *args: Any, **settings: Any) -> Any:
         parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        if any(is_slice(parameter) or hands_gradient_on(parameter) for parameter in parameters):
+        if any(is_slice(parameter) or has_marked_hook(parameter, HANDS_GRADIENT_ON) for parameter in parameters):
             raise UsageError(
                 "torch.nn.utils.clip_grad_norm_ would clip by the norm of this rank's share of the gradients: call "
                 "clip_grad_norm_() of the FSDP or TensorParallel module, or of the sharded optimizer, on every rank"
@@ -176,7 +197,7 @@ def refuse_clipping_alone() -> None:
     @functools.wraps(_CLIP_VALUES)
     def clip_values(parameters: Tensor | Iterable[Tensor], *args: Any, **settings: Any) -> Any:
         parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        if any(map(hands_gradient_on, parameters)):
+        if any(has_marked_hook(parameter, HANDS_GRADIENT_ON) for parameter in parameters):
             raise UsageError(
                 "torch.nn.utils.clip_grad_value_ would clip nothing, because backward passes leave no gradients with "
                 "these parameters: give it own_tensors of the sharded optimizer, or call its clip_grad_norm_()"
@@ -213,6 +234,24 @@ def refuse_selected_gradients() -> None:
         return run_backward(outputs, *args, **settings)
 
     torch.autograd._engine_run_backward = run_backward_checked  # type: ignore[assignment]
+
+
+@functools.cache
+def _refuse_torch_ddp() -> None:
+    """Let torch's DistributedDataParallel refuse slices of which its ranks have others, from now on in this process.
+
+    It would overwrite them with rank 0's, or where these have another shape wait for ever.
+    """
+    construct = nn.parallel.DistributedDataParallel.__init__
+
+    @functools.wraps(construct)
+    def construct_checked(*args: Any, **settings: Any) -> None:
+        arguments = inspect.signature(construct).bind(*args, **settings).arguments
+        group, mesh = arguments.get("process_group"), arguments.get("device_mesh")
+        require_whole(arguments["module"].named_parameters(), group if mesh is None else mesh.get_group())
+        construct(*args, **settings)
+
+    nn.parallel.DistributedDataParallel.__init__ = construct_checked  # type: ignore[method-assign]
 
 
 class ShardedGradScaler(torch.amp.GradScaler):
@@ -295,7 +334,8 @@ def refuse_other_scalers() -> None:
 Options = Mapping[str, Any]
 OptimizerClass = type[torch.optim.Optimizer]
 
-_STEPS = 3
+# Of a trial: RAdam's update is another one from its sixth step on.
+_STEPS = 8
 
 # How a matrix is cut into two slices: its rows as FSDP does, or columns as TensorParallel does, or its elements in
 # memory order as ShardedOptimizer does. For each: the shape to cut, its dimension, and the size of the first slice.
@@ -315,7 +355,8 @@ def require_elementwise(
     """Step a small matrix as a whole and in two slices, and compare the results and the optimizers' states.
 
     Optimizers that use the norm of a parameter (LAMB), row and column means (Adafactor) or matrix products (Muon)
-    differ or fail; so does one that draws random numbers (those of the program are not used up).
+    differ or fail; so does one that draws random numbers (those of the program are not used up). Eight steps are
+    compared: one that updates otherwise only after these is not noticed.
 
     Args:
         options: what the class is constructed with, parameters aside.

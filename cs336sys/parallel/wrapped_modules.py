@@ -10,12 +10,12 @@ import itertools
 import operator
 import weakref
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from cs336sys.errors import UsageError
+from cs336sys.errors import UsageError, a_value
 
 # On the hook of a parameter: its gradient is averaged over ranks.
 AVERAGES_GRADIENT = "averages_gradient"
@@ -54,14 +54,16 @@ def is_unit(module: nn.Module) -> bool:
     return getattr(module.__dict__.get("_compiled_call_impl"), GATHERS_PARAMETERS, False)
 
 
-def is_synchronized(parameter: Tensor) -> bool:
-    """Return whether a synchronizer that still exists averages the gradient of this parameter."""
-    return _has_marked_hook(parameter, AVERAGES_GRADIENT)
+def has_marked_hook(parameter: Tensor, mark: str) -> bool:
+    """Return whether a synchronizer that still exists does with the parameter's gradient what this mark says."""
+    hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+    return any(getattr(hook, mark, False) for hook in hooks.values())
 
 
-def hands_gradient_on(parameter: Tensor) -> bool:
-    """Return whether backward passes leave no gradient with this parameter: a synchronizer hands it on in slices."""
-    return _has_marked_hook(parameter, HANDS_GRADIENT_ON)
+def require_module(module: Any) -> None:
+    """Refuse what is no module, as None, a list of modules or the class of one."""
+    if not isinstance(module, nn.Module):
+        raise UsageError(f"the module is {a_value(module)}: must be a torch.nn.Module")
 
 
 def require_unwrapped(module: nn.Module) -> None:
@@ -77,18 +79,13 @@ def require_unwrapped(module: nn.Module) -> None:
 def require_unsynchronized(named_parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
     """Refuse parameters whose gradients another synchronizer averages: averaged twice, they would be wrong."""
     for name, parameter in named_parameters:
-        if is_synchronized(parameter):
+        if has_marked_hook(parameter, AVERAGES_GRADIENT):
             gc.collect()  # A synchronizer to which nothing refers any more may still exist as part of a cycle.
-            if is_synchronized(parameter):
+            if has_marked_hook(parameter, AVERAGES_GRADIENT):
                 raise UsageError(
                     f"{name} has its gradient averaged already, by a data parallel wrapper or a sharded optimizer: "
                     "unwrap the module or delete that optimizer"
                 )
-
-
-def _has_marked_hook(parameter: Tensor, mark: str) -> bool:
-    hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
-    return any(getattr(hook, mark, False) for hook in hooks.values())
 
 
 _layout = operator.attrgetter("shape", "dtype", "device")
@@ -166,7 +163,7 @@ class HeldParameters:
         self._children = [owner._modules for owner in owners if isinstance(owner._modules, dict)]
         self._children_then = [dict(children) for children in self._children]
         self._parameters = [owner._parameters for owner in owners if isinstance(owner._parameters, dict)]
-        self._attributes_then, self._ids_then = self._attributes(), self._parameter_ids()
+        self._contents_then = self._contents()
         # Of a tied parameter, one entry.
         entries = {id(entry.parameter): entry for entry in self._entries.values()}.values()
         # Parameters that exist no longer: a new one may have the id of one of them.
@@ -177,19 +174,17 @@ class HeldParameters:
         self._layouts_then = [(entry.shape, entry.dtype, entry.device) for entry in entries]
         self._frozen = [entry.reference for entry in entries if not entry.is_trained]
 
-    def _attributes(self) -> tuple[list[int], list[str]]:
-        """Count the parameters of each module, and list the attributes of all."""
-        return list(map(len, self._parameters)), list(itertools.chain.from_iterable(self._parameters))
-
-    def _parameter_ids(self) -> list[int]:
-        return list(map(id, itertools.chain.from_iterable(map(dict.values, self._parameters))))
+    def _contents(self) -> tuple[list[int], list[int], list[str]]:
+        """Return the ids of all parameters, how many each module has, and the attributes of all."""
+        joined = itertools.chain.from_iterable
+        ids = list(map(id, joined(map(dict.values, self._parameters))))
+        return ids, list(map(len, self._parameters)), list(joined(self._parameters))
 
     def _is_unchanged(self) -> bool:
         """Compare with what :meth:`_note_contents` noted: layouts late, because parameters that are gone have none."""
         return (
             self._children == self._children_then
-            and self._parameter_ids() == self._ids_then
-            and self._attributes() == self._attributes_then
+            and self._contents() == self._contents_then
             and not self._gone
             and [_layout(reference()) for reference in self._references] == self._layouts_then
             and not any(parameter.requires_grad for reference in self._frozen if (parameter := reference()) is not None)

@@ -151,7 +151,9 @@ def test_copies_of_a_module_with_a_sharded_optimizer_do_not_wait_for_its_updates
 @on_ranks(2)
 @pytest.mark.parametrize("name", ["Adafactor", "LBFGS"])
 def test_optimizers_of_slices_that_are_not_elementwise_are_refused(name):
-    wrapped = FSDP(nn.Sequential(nn.Linear(6, 6, bias=False), nn.Linear(6, 6, bias=False)))
+    module = nn.Sequential(nn.Linear(6, 6, bias=False), nn.Linear(6, 6, bias=False))
+    early, wrapped = torch.optim.SGD(module.parameters()), FSDP(module)
+    assert refusal_of(early.step).startswith("the optimizer was built before its parameters were cut, and would upd")
     wrapped(torch.ones(2, 6)).sum().backward()
     wrapped.finish_gradient_synchronization()
     optimizer = getattr(torch.optim, name)(wrapped.parameters(), lr=0.01)

@@ -229,10 +229,11 @@ def test_scalers_that_decide_alone_are_refused_before_anything_is_changed(kind, 
 
 
 @on_ranks(2)
-def test_scaler_that_is_off_steps_slices():
+def test_scaler_that_is_off_steps_slices_whose_gradients_are_finished():
     wrapped, off = FSDP(Rows()), torch.amp.GradScaler("cpu", enabled=False)
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=1.0)
     off.scale(wrapped(share(rows(0)), 1.0)).backward()
+    assert error_of(off.step, optimizer)[1].startswith("gradients lack those of other ranks: call finish_gradient_sync")
     wrapped.finish_gradient_synchronization()
     off.unscale_(optimizer)
     off.step(optimizer)

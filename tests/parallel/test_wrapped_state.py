@@ -80,6 +80,7 @@ def test_state_dict_loads_alone_and_around_but_not_on_another_rank(kind):
         error = error_of(module.load_state_dict, other)
         if kind == "ddp":
             assert error is None
+            assert "does not know NaiveDDP: give it the wrapped" in refusal_of(get_model_state_dict, around(kind, 0))
         else:
             assert error[0] == "UsageError"
             assert f"holds the slices of rank {1 - rank} of 2, this is rank {rank} of 2" in error[1]
@@ -124,6 +125,8 @@ def test_slices_are_dtensors_that_other_ranks_refuse(kind, tmp_path):
     for module in (saved, saved.module):
         message = error_of(get_model_state_dict, module)[1]
         assert message.startswith("torch.distributed.checkpoint.state_dict does not know the slices of optimizers")
+        message = refusal_of(nn.parallel.DistributedDataParallel, nn.ModuleList([module]))
+        assert "is a slice, and other ranks hold other slices of it: wrap a module whose parameters are " in message
 
 
 @on_ranks(4)

@@ -192,10 +192,11 @@ class SequenceSplit:
     is_zigzag: bool = True
 
     def __post_init__(self) -> None:
-        if self.length < self.world_size:
+        is_whole = all(hasattr(number, "__index__") for number in (self.length, self.world_size))  # Numpy's are, too.
+        if not (is_whole and self.length >= self.world_size > 0):
             raise UsageError(
                 f"a sequence of {self.length} tokens cannot be split over {self.world_size} ranks: choose at least one "
-                "token a rank"
+                "token a rank, in whole numbers"
             )
 
     @cached_property
@@ -205,9 +206,8 @@ class SequenceSplit:
         short, longer = divmod(self.length, count)
         starts = [number * short + min(number, longer) for number in range(count + 1)]
         chunks = [range(start, end) for start, end in itertools.pairwise(starts)]
-        if not self.is_zigzag:
-            return tuple((chunk,) for chunk in chunks)
-        return tuple((chunks[rank], chunks[-1 - rank]) for rank in range(self.world_size))
+        sides = (chunks[: self.world_size], chunks[: self.world_size - 1 : -1]) if self.is_zigzag else (chunks,)
+        return tuple(zip(*sides, strict=True))
 
     @cached_property
     def lengths(self) -> tuple[int, ...]:

@@ -21,6 +21,7 @@ from cs336sys.accounting.sharding.selective_checkpointing import computed_flops
 from cs336sys.commands.rank_training import rank as on_rank
 from cs336sys.commands.rank_training.communication import StepShares, profile_shares
 from cs336sys.commands.rank_training.gradient_check import gradients_outcome
+from cs336sys.commands.rank_training.verification import verify_training
 from cs336sys.findings import sentence
 from cs336sys.machine.device import choose_device, peak_memory_gib, reset_peak_memory, synchronize
 from cs336sys.parallel.ranks import launch
@@ -93,7 +94,7 @@ def _unsynchronized_steps(
 
 def _weights_outcome(ranks: launch.Ranks, workload: ParallelWorkload) -> tuple[dict[str, Any], Outcome | None]:
     """Compare weights after some steps: return derived columns, and a ``wrong`` outcome if rounding is no reason."""
-    differences = ranks.run(on_rank.verify_on_rank, workload)
+    differences = ranks.run(verify_training, workload)
     # A rank that could compare nothing has NaN, which says nothing of the others.
     worst = max(differences, key=lambda difference: (not math.isnan(difference.relative), difference.relative))
     derived = _describe_model(workload) | {"checked_layers": worst.num_layers}
@@ -193,12 +194,12 @@ def slowest(measured: "Sequence[on_rank.RankMeasurement] | Sequence[BoardMeasure
         """Return a series, its ``measured`` or ``warmup`` steps, each of the rank whose step took longest."""
         # A step's phases are of one rank, so that they add up to it. These two are no phases and have their own ranks.
         judged = name if name in ("wall", "communication") else "step"
-        # Of each step, the times of all ranks: by which the slowest is chosen, and of ``name``.
-        judged_ms, times_ms = (
-            zip(*(getattr(rank.samples[series], part) for rank in measured), strict=True) for series in (judged, name)
+        # Of each rank's steps, the time by which the slowest is chosen, and that of ``name``.
+        of_ranks = (
+            zip(getattr(rank.samples[judged], part), getattr(rank.samples[name], part), strict=True)
+            for rank in measured
         )
-        slowest_ranks = (max(zip(*ranks_ms, strict=True)) for ranks_ms in zip(judged_ms, times_ms, strict=True))
-        return tuple(time_ms for _, time_ms in slowest_ranks)
+        return tuple(time_ms for _, time_ms in map(max, zip(*of_ranks, strict=True)))
 
     return {
         name: Samples(

@@ -22,11 +22,9 @@ from cs336sys.accounting.sharding.step import MOMENTS, RankMemory
 from cs336sys.allocations.history import AllocationHistory, CpuHistory, CudaHistory
 from cs336sys.allocations.timeline import Allocation, AllocationTimeline, Region, build_timeline, peak_position
 from cs336sys.commands.rank_training import communication
-from cs336sys.commands.rank_training.verification import verify_training
 from cs336sys.errors import DEBUG_VARIABLE, CapabilityError, UserCodeError
 from cs336sys.findings import sentence
 from cs336sys.machine.device import free_gpu_memory, peak_memory_gib, reset_peak_memory
-from cs336sys.parity.weights import WeightDifference
 from cs336sys.results.model import Samples
 from cs336sys.settings.parallel import SHARD_STRATEGIES, ParallelWorkload
 from cs336sys.timing.phases import time_phases
@@ -203,12 +201,6 @@ def rank_job(run: Callable[..., T]) -> Callable[..., T]:
         return result
 
     return on_rank
-
-
-@rank_job
-def verify_on_rank(workload: ParallelWorkload) -> WeightDifference:
-    """Check weights by :func:`verify_training`, with memory free before and after."""
-    return verify_training(workload)
 
 
 @rank_job

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from cs336sys.commands.rank_training.rank import rank_job
 from cs336sys.findings import sentence
 from cs336sys.parallel.collectives import gather_objects
 from cs336sys.parallel.fsdp.calls import cast_floating, compute_in_own_dtype
@@ -31,7 +32,7 @@ from cs336sys.training.step import AUTOCAST_DTYPES, TrainStep, set_matmul_precis
 def mean_gradients(replica: Replica) -> dict[str, tuple[Tensor | None, range | None]]:
     """Return each parameter's mean gradient on this rank, and which rows of the parameter it is of, None for all.
 
-    All ranks call it together. ``is_sharded``: the strategy is ``fsdp`` or ``torch-fsdp``.
+    All ranks call it together.
     """
     gradients: dict[str, tuple[Tensor | None, range | None]] = {}
     model: Any = replica.model
@@ -59,6 +60,7 @@ class _Reference:
     is_repeatable: bool = True  # Whether the model was the same each time that it was built.
 
 
+@rank_job
 def verify_training(workload: ParallelWorkload) -> WeightDifference:
     """Train alike with the strategy and alone, on every rank, and compare all weights. All ranks call it together.
 

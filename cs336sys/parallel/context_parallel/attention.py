@@ -256,6 +256,8 @@ class AllToAllAttention:
         context = self.context
         world_size, lengths = context.world_size, context.split.lengths
         query, key, value = context.checked("all-to-all attention", query, key, value)
+        if min(query.dim(), key.dim()) < 3:
+            raise UsageError("all-to-all attention of tensors without heads: give them as (..., heads, tokens, width)")
         require_heads(query.shape[-3], world_size)
         require_heads(key.shape[-3], world_size)
         if world_size == 1:

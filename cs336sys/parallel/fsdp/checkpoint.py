@@ -55,8 +55,9 @@ def save_checkpoint(
     Raises:
         UsageError: on every rank: the module has parameters that were added after it was wrapped; a hook has made a
             tensor of what may be a slice; slices are those of tensor parallel parts; another group has saved to this
-            path; the optimizer has other parameters, or a state that cannot be cut like its parameter; ``extra``, an
-            option of the optimizer or a part of its state is not plain data (the message says which, and its type).
+            path, or something else is there; the optimizer has other parameters, or a state that cannot be cut like its
+            parameter; ``extra``, an option of the optimizer or a part of its state is not plain data (the message says
+            which, and its type).
         OSError: on every rank; the checkpoint that existed before is still complete.
     """
     path = Path(path)
@@ -291,6 +292,9 @@ def _shapes_of(entries: Mapping[str, Any]) -> dict[str, Any]:
 
 def _begin(path: Path, partial: Path, group: dist.ProcessGroup) -> None:
     """Claim the path for this group, and make an empty partial folder."""
+    # The next two saves would rename it, and then remove it.
+    if path.exists() and not (path / ".metadata").exists() and not (path.is_dir() and not any(path.iterdir())):
+        raise UsageError(f"{path} is there and is no checkpoint: choose another path, or remove it")
     # Another group of this run, with another state, would otherwise replace this checkpoint, and nobody would notice.
     ranks = str(dist.get_process_group_ranks(group))
     # compare_set() sets the value where there is none yet, and returns the one that is there afterwards.

@@ -35,13 +35,9 @@ class GatherOrder:
 
     def upcoming(self, count: int) -> list[ShardedUnit]:
         """Return the ``count`` units expected next, each once, without the one in use."""
-        units: dict[ShardedUnit, None] = {}
-        for unit in self._expected[self._next :]:
-            if len(units) == count:
-                break
-            if unit != self._used[-1]:
-                units[unit] = None
-        return list(units)
+        following = dict.fromkeys(self._expected[self._next :])
+        following.pop(self._used[-1], None)
+        return list(following)[:count]
 
     def repeats(self) -> bool:
         """Return whether the unit in use is expected to be used again before any other."""

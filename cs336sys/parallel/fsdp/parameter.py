@@ -18,7 +18,7 @@ from cs336sys.accounting.sharding.partition import own_rows, rows_per_rank
 from cs336sys.errors import UsageError
 from cs336sys.parallel.collectives import SliceGather
 from cs336sys.parallel.gradient_memory import in_own_memory, require_averageable
-from cs336sys.parallel.gradient_slices import is_slice, mark_slice
+from cs336sys.parallel.gradient_slices import WAS_CUT, is_slice, mark_slice
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # Modules that are never called themselves; only their children are.
 
@@ -260,6 +260,7 @@ class ShardedParameter:
         self.shard = nn.Parameter(rows_of_rank, requires_grad=whole.requires_grad)
         vars(self.shard).update(vars(whole))  # What a user or another wrapper has noted on the parameter stays with it.
         self._attributes = dict(vars(whole))
+        setattr(whole, WAS_CUT, True)
         mark_slice(self.shard, whole=None if self.is_part_of_more else (tuple(self.shape), 0))  # Cut along dimension 0.
         self._compute_dtype = compute_dtype
         self.kept: Tensor | None = None

@@ -67,7 +67,8 @@ class UnitRunner(SynchronizationSwitch):
 
     Modules hold slices, except within a forward pass of the whole module, and within a backward pass, however these
     end. There they hold the whole parameters of units in use, and stand-ins for others. The first operation on a
-    stand-in *lends* its unit: it stays gathered until the backward pass has ended, and is reduced then.
+    stand-in *lends* its unit: it stays gathered until the backward pass (without one: the forward pass) has ended.
+    A lent unit is reduced then.
 
     Args:
         keep_gathered: how many units besides the last stay gathered between a forward pass and its backward pass.
@@ -194,7 +195,7 @@ class UnitRunner(SynchronizationSwitch):
         # Views of weights outlive the call if they are kept, or returned in a dataclass, into which tree_map_only()
         # does not look. Weights themselves that are kept, as in nn.LSTM's list, are replaced when the unit is hidden.
         if any(unit.stores(tensor) and not unit.is_parameter(tensor) for tensor in outputs + kept):
-            self._lend(unit)
+            self._lent[unit] = unit.versions()
         if torch.is_grad_enabled():
             self._hook(unit, outputs + changed + _computed_now(kept, unit, inputs))
         if not is_in_use:
@@ -211,7 +212,7 @@ class UnitRunner(SynchronizationSwitch):
             )
         if unit not in self._lent:
             self._use(unit)
-            self._lend(unit)
+            self._lent[unit] = unit.versions()
 
     def arrive(self, unit: ShardedUnit | None, versions: SliceVersions, lent: dict[ShardedUnit, SliceVersions]) -> None:
         """Gather a unit for its backward pass, when autograd has the gradient of its output and is about to use it.
@@ -247,6 +248,10 @@ class UnitRunner(SynchronizationSwitch):
         self._free(previous)
         # A unit with calls ahead of the backward pass does not have all of its gradients yet.
         self._use(unit, to_reduce=None if previous.calls_ahead > 0 else previous)
+
+    def lacks_finish(self) -> bool:
+        """Return whether gradients of backward passes have not been finished."""
+        return bool(self._present) or any(unit.has_kept for unit in self.units)
 
     def finish(self) -> None:
         """Average what has not been averaged yet, and wait; a gradient that no rank had becomes None."""
@@ -329,10 +334,6 @@ class UnitRunner(SynchronizationSwitch):
         elif unit not in self._staying or not torch.is_grad_enabled():
             unit.free()
 
-    def _lend(self, unit: ShardedUnit) -> None:
-        """Keep a unit gathered until the backward pass has ended, or without gradients, the forward pass."""
-        self._lent[unit] = unit.versions()
-
     def _outputs(self, unit: ShardedUnit, output: Any) -> list[Tensor]:
         """Return the tensors in the output of a unit; refuse one without any, at which no gradient would be seen."""
         tensors = tensors_in(output)
@@ -377,7 +378,7 @@ class UnitRunner(SynchronizationSwitch):
 
     def _finish_reduction(self) -> None:
         if self._reducing is not None:
-            self._reducing.scatter.finish()
+            self._reducing.finish_reduction()
             self._reducing = None
 
     def _note(self, parameters: Iterable[nn.Parameter], present: Sequence[bool]) -> None:
@@ -393,7 +394,6 @@ class UnitRunner(SynchronizationSwitch):
     def end_backward(self) -> None:
         """Free all units and finish their reductions: called by autograd when a backward pass has come to its end."""
         self._leave_backward()
-        self._free_all()
         # Units that are lent, contained others or came last are not reduced yet.
         for unit in list(self._unreduced):
             self._reduce(unit)
@@ -412,10 +412,9 @@ class UnitRunner(SynchronizationSwitch):
             for unit in self._unreduced:
                 unit.drop_gradients()
             if self._reducing is not None:
-                self._reducing.scatter.drop()
+                self._reducing.finish_reduction(drops=True)
             self._reducing, self._unreduced = None, {}
             self._leave_backward()
-            self._free_all()
 
     def _leave_backward(self) -> None:
         self._inside, self._current = set(), None
@@ -423,6 +422,7 @@ class UnitRunner(SynchronizationSwitch):
         if not self._in_forward:
             self._order = None
         self._show_slices()
+        self._free_all()
 
     def _show_slices(self) -> None:
         if not self._in_forward:  # A backward pass may run within a forward pass, which goes on with whole parameters.

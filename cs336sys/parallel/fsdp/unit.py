@@ -2,7 +2,7 @@
 
 import contextlib
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,103 +19,63 @@ SliceVersions = list[tuple[int, int]]
 
 
 class GradientScatter:
-    """Averages the gradients of some parameters: start, go on computing, finish.
+    """Averages the gradients of some parameters in one launch: start, go on computing, finish.
 
-    If gradients have the dtype of the slices and all ranks have equally many rows, a reduce-scatter returns the mean.
-    All others (half precision, uneven rows) are exchanged in an all-to-all and averaged here: it sends as many bytes,
-    the sum has the precision of the slices, and nothing is padded.
-    """
-
-    def __init__(self, parameters: Sequence[ShardedParameter], contents: str):
-        indices_of_kind: dict[Any, list[int]] = {}
-        for index, parameter in enumerate(parameters):
-            kind = parameter.shard.dtype, parameter.gathered_dtype, parameter.divides_evenly
-            indices_of_kind.setdefault(kind, []).append(index)
-        self._groups = [
-            (_GradientGroup([parameters[index] for index in indices], contents), indices)
-            for indices in indices_of_kind.values()
-        ]
-
-    def start(self, gradients: Sequence[Tensor]) -> None:
-        """Launch. Gradients, one for each parameter, must be contiguous and have the same dtypes on every rank."""
-        for group, indices in self._groups:
-            group.start([gradients[index] for index in indices])
-
-    def finish(self) -> None:
-        """Add the means to the gradients of the slices; on a GPU, the current stream waits for them."""
-        for group, _ in self._groups:
-            group.wait()
-            group.add_means()
-
-    def drop(self) -> None:
-        """Wait for the means, and discard them."""
-        for group, _ in self._groups:
-            group.wait()
-            group.forget()
-
-
-class _GradientGroup:
-    """Parameters averaged in one launch: of the same dtypes, and either all or none with equally many rows a rank.
-
-    Gradients to exchange are packed, and what arrives is averaged by one kernel. One launch per parameter would save
-    that copy, which takes a GPU 0.1 ms for a layer of ``2.7b`` in bf16, but would cost the CPU 0.06 ms for each.
+    Parameters have the same dtypes, and either all or none of them equally many rows on every rank. If gradients have
+    the dtype of the slices and ranks equally many rows, a reduce-scatter returns the mean. All others (half precision,
+    uneven rows) are exchanged in an all-to-all and averaged here by one kernel: it sends as many bytes, the sum has the
+    precision of the slices, and nothing is padded. Gradients to exchange are packed. One launch per parameter would
+    save that copy, which takes a GPU 0.1 ms for a layer of ``2.7b`` in bf16, but would cost the CPU 0.06 ms for each.
     """
 
     def __init__(self, parameters: Sequence[ShardedParameter], contents: str):
         self._parameters = parameters
         self._sizes = [parameter.shard.numel() for parameter in parameters]
-        # How many elements each rank's slice has: of each parameter, and of all together.
-        self._slice_sizes = [parameter.slice_sizes for parameter in parameters]
-        self._rank_sizes = [sum(sizes) for sizes in zip(*self._slice_sizes, strict=True)]
+        # How many elements each rank's slice has, of all parameters together.
+        self._rank_sizes = [sum(sizes) for sizes in zip(*(cut.slice_sizes for cut in parameters), strict=True)]
         shard = parameters[0].shard
         # Asked once: getting the backend from the process group takes a CPU 2 us, and every layer needs it.
         self._can_scatter = parameters[0].divides_evenly and not through_host(shard)
         group = parameters[0].group
         self._scatter = MeanScatter(shard.dtype, shard.device, contents, group)
         self._exchange = SliceExchange(contents, group)
-        # The means of all slices in one tensor, because they are made and dropped together.
-        self._mean: Tensor | None = None
-        # While gradients are being exchanged: every rank's, from which the mean is computed here.
-        self._received: Tensor | None = None
+        # From start() to finish(): the means of all slices in one tensor, because they are made and dropped together;
+        # and every rank's gradients, from which they are computed here, if these are exchanged.
+        self._under_way: list[tuple[Tensor, Tensor | None]] = []
 
-    def start(self, gradients: list[Tensor]) -> None:
-        """Launch the collective."""
+    def start(self, gradients: Mapping[ShardedParameter, Tensor]) -> None:
+        """Launch. Gradients must be contiguous and have the same dtypes on every rank."""
+        own_gradients = [gradients[parameter] for parameter in self._parameters]
         shard = self._parameters[0].shard
-        mean = self._mean = torch.empty(sum(self._sizes), dtype=shard.dtype, device=shard.device)
-        if self._can_scatter and gradients[0].dtype == shard.dtype:
+        mean = torch.empty(sum(self._sizes), dtype=shard.dtype, device=shard.device)
+        if self._can_scatter and own_gradients[0].dtype == shard.dtype:
             # They are read, and by some backends divided, while the backward pass goes on.
-            self._scatter.start(self._split_by_parameter(mean), [in_own_memory(gradient) for gradient in gradients])
+            self._scatter.start(self._split_by_parameter(mean), list(map(in_own_memory, own_gradients)))
+            self._under_way = [(mean, None)]
             return
         # Exchanged: a reduce-scatter would sum in the gradients' dtype, takes equal slices, and Gloo has none for CUDA.
         slices_of_parameters = [  # Of each parameter, one for each rank.
-            gradient.view(-1).split_with_sizes(sizes)
-            for gradient, sizes in zip(gradients, self._slice_sizes, strict=True)
+            gradient.view(-1).split_with_sizes(parameter.slice_sizes)
+            for gradient, parameter in zip(own_gradients, self._parameters, strict=True)
         ]
         # In rank order, so that what goes to each rank is contiguous.
         packed = torch.cat(list(itertools.chain.from_iterable(zip(*slices_of_parameters, strict=True))))
         ranks = len(self._rank_sizes)
-        self._received = packed.new_empty(ranks * len(mean))
-        self._exchange.start(self._received, packed, self._rank_sizes, [len(mean)] * ranks)
+        received = packed.new_empty(ranks * len(mean))
+        self._exchange.start(received, packed, self._rank_sizes, [len(mean)] * ranks)
+        self._under_way = [(mean, received)]
 
-    def wait(self) -> None:
-        """Wait for the means that the collective computes, or for the gradients exchanged, and average them."""
-        if self._received is None or self._mean is None:
+    def finish(self, *, drops: bool) -> None:
+        """Wait for the means, and add them to the gradients of the slices or drop them; on a GPU, the stream waits."""
+        mean, received = self._under_way.pop()
+        if received is None:
             self._scatter.wait()
-            return
-        self._exchange.wait()
-        received = self._received.view(len(self._rank_sizes), len(self._mean))
-        torch.mean(received, dim=0, dtype=self._mean.dtype, out=self._mean)
-
-    def add_means(self) -> None:
-        """Add the means to the gradients of the slices."""
-        if self._mean is not None:
-            for parameter, mean in zip(self._parameters, self._split_by_parameter(self._mean), strict=True):
-                shard = parameter.shard
-                shard.grad = mean if shard.grad is None else shard.grad.add_(mean)
-        self.forget()
-
-    def forget(self) -> None:
-        self._mean = self._received = None
+        else:
+            self._exchange.wait()
+            torch.mean(received.view(len(self._rank_sizes), len(mean)), dim=0, dtype=mean.dtype, out=mean)
+        for parameter, part in zip(self._parameters, self._split_by_parameter(mean), strict=True) if not drops else ():
+            shard = parameter.shard
+            shard.grad = part if shard.grad is None else shard.grad.add_(part)
 
     def _split_by_parameter(self, mean: Tensor) -> list[Tensor]:
         """Return the mean as one tensor for each parameter, in the shape of its slice."""
@@ -136,7 +96,6 @@ class ShardedUnit:
         gathered_bytes: size of the block of memory.
         has_kept: whether backward passes under no_sync have left gradients to average.
         is_under_way: whether it is being gathered and has not been waited for yet.
-        scatter: averages the gradients of :attr:`trained`.
         depth: how many calls of its modules are running.
         calls_ahead: how many calls of this step the backward pass has not reached yet.
     """
@@ -193,7 +152,11 @@ class ShardedUnit:
         for parameter in parameters:  # Which refresh() may have found trained from now on.
             parameter.refuse_outside_gradients()
         self.trained = [parameter for parameter in parameters if parameter.shard.requires_grad]
-        self.scatter = GradientScatter(self.trained, f"gradients of {self.name}")
+        alike: dict[Any, list[ShardedParameter]] = {}
+        for parameter in self.trained:
+            kind = parameter.shard.dtype, parameter.gathered_dtype, parameter.divides_evenly
+            alike.setdefault(kind, []).append(parameter)
+        self._scatters = [GradientScatter(cut, f"gradients of {self.name}") for cut in alike.values()]
 
     @property
     def is_gathered(self) -> bool:
@@ -298,7 +261,7 @@ class ShardedUnit:
         Returns:
             for each trained parameter, whether it had a gradient here.
         """
-        present, gradients = [], []
+        present, gradients = [], {}
         for parameter in self.trained:
             if self.has_kept:
                 parameter.keep_gradient()
@@ -312,10 +275,16 @@ class ShardedUnit:
                 gradient = torch.zeros(parameter.shape, dtype=dtype, device=self.device)
             if self._gradient_dtype is not None and gradient.is_floating_point():
                 gradient = gradient.to(self._gradient_dtype)
-            gradients.append(gradient.contiguous())
+            gradients[parameter] = gradient.contiguous()
         self.has_kept = False
-        self.scatter.start(gradients)
+        for scatter in self._scatters:
+            scatter.start(gradients)
         return present
+
+    def finish_reduction(self, *, drops: bool = False) -> None:
+        """Add the means to the gradients of the slices, or drop them."""
+        for scatter in self._scatters:
+            scatter.finish(drops=drops)
 
     def require_no_gradient(self) -> None:
         """Refuse whole gradients that came after they were reduced, and discard them."""

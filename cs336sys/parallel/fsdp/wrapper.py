@@ -34,8 +34,8 @@ from cs336sys.parallel.fsdp.parameter import (
 from cs336sys.parallel.fsdp.runner import UnitRunner
 from cs336sys.parallel.fsdp.unit import ShardedUnit
 from cs336sys.parallel.gradient_memory import require_own_gradient_dtype
-from cs336sys.parallel.gradient_slices import clip_over_ranks
-from cs336sys.parallel.wrapped_modules import HeldParameters, require_unsynchronized, require_unwrapped
+from cs336sys.parallel.gradient_slices import clip_over_ranks, mark_unfinished
+from cs336sys.parallel.wrapped_modules import HeldParameters, require_module, require_unsynchronized, require_unwrapped
 
 
 class FSDP(StateDictOfSlices):
@@ -52,7 +52,8 @@ class FSDP(StateDictOfSlices):
 
     - Build the optimizer after wrapping, over ``sharded.parameters()``. These are slices in the dtype that the module
       had (rank r of W holds rows ``r * n`` to ``(r + 1) * n``, ``n = ceil(rows / W)``, so possibly none) and the
-      replicated parameters. Any optimizer works that updates each element by itself, as AdamW and SGD do.
+      replicated parameters. Any optimizer works that updates each element by itself, as AdamW and SGD do; in its
+      first step, the first eight steps of its class on a small matrix are tried for that.
     - Every rank must run the same units in the same order. A unit may use different parameters on each rank: where
       only some ranks have a gradient, the others count as zero; where none has, ``grad`` stays None. (If this rank
       lacks a gradient, finding out whether another rank has it makes the CPU wait for the GPU.)
@@ -118,12 +119,13 @@ class FSDP(StateDictOfSlices):
             group: the ranks that share the batch: a process group, or one dimension of a mesh; None takes all ranks.
 
         Raises:
-            UsageError: there is no process group; the module is wrapped already; an argument is out of range; a
+            UsageError: there is no process group; it is no module, or wrapped already; an argument is out of range; a
                 parameter has a ``grad_dtype`` of its own, or modules or settings differ between ranks (raised on every
                 rank, naming the first difference); a module on the meta device cannot be initialized.
         """
         super().__init__()
         require_process_group(type(self).__name__)
+        require_module(module)
         require_float("compute_dtype", compute_dtype)
         require_float("gradient_dtype", gradient_dtype)
         for name, count in {"prefetch": prefetch, "keep_gathered": keep_gathered}.items():
@@ -187,7 +189,8 @@ class FSDP(StateDictOfSlices):
     def finish_gradient_synchronization(self) -> None:
         """Make every gradient the mean over ranks. Every rank must call it between backward pass and optimizer step.
 
-        On a GPU the wait is only queued; the CPU does not block, unless this rank lacks gradients (see above).
+        Optimizers refuse to step slices before. On a GPU the wait is only queued; the CPU does not block, unless this
+        rank lacks gradients (see above).
 
         Raises:
             UsageError: the module holds other parameters than those that were wrapped, and :meth:`refresh` was not
@@ -339,6 +342,8 @@ class FSDP(StateDictOfSlices):
         module = self.module
         mark_share(module, type(self).__name__, self.group)  # For state dicts, which then say whose slices they hold.
         sharded = self._distribute(plan, distributed)
+        for parameter in sharded.values():
+            mark_unfinished(parameter.shard, self._runner.lacks_finish)
         self._plan = plan
         self.units = tuple(
             ShardedUnit(unit, [sharded[entry] for entry in unit.sharded], self._gradient_dtype, self._runner.access)

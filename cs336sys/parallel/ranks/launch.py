@@ -63,11 +63,11 @@ def start(world_size: int, *, backend: str | None = None, timeout_s: float = 120
     """
     backend = backend or _default_backend()
     outside = started_outside()
-    if world_size < 1:
-        raise UsageError(f"world size {world_size}: must be at least 1")
+    if not (hasattr(world_size, "__index__") and world_size >= 1):
+        raise UsageError(f"world size {world_size}: must be a whole number, at least 1")
     require_known("backend", backend, BACKENDS)
-    if not timeout_s > 0:
-        raise UsageError(f"timeout {timeout_s} s: must be positive")
+    if not 0 < timeout_s <= 1e6:  # Above 24.8 days poll(2) overflows.
+        raise UsageError(f"timeout {timeout_s} s: must be positive, and at most 1e+06")
     if outside is not None:
         if outside.world_size != world_size:
             raise UsageError(f"world size {world_size}: {outside.world_size} ranks were started, ask for those")

@@ -96,7 +96,8 @@ def _require_interface() -> None:
 
 def leave_process_group() -> None:
     """Destroy the default process group, after which this process may exit. Never after an error: it may hang."""
-    dist.destroy_process_group()
+    if dist.is_initialized():  # The function that ran may have destroyed it, as scripts do at their end.
+        dist.destroy_process_group()
     # Gloo's threads may still be releasing the last work, which needs Python. Of processes that exited immediately,
     # about 1 in 100 were aborted on two busy cores (torch 2.13, "terminate called without an active exception").
     time.sleep(0.05)

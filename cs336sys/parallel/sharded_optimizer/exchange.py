@@ -101,11 +101,9 @@ class ParameterExchange:
     def overlap_with(self, module: nn.Module) -> None:
         """Let each part of ``module`` wait for its parameters when it is called, and state dicts wait for all.
 
-        Called again, it takes note of parts that were added.
-
-        The parts are the children of the module, or for a container its children. A module that is compiled as a whole
-        is one part. For a data parallel wrapper, the parts are those of the wrapped module. The modules in a part wait,
-        too: a model may call ``self.model.decoder(x)`` and never ``self.model``.
+        Called again, it takes note of parts that were added: see ``ShardedOptimizer.overlap_with()``. A module that is
+        compiled as a whole is one part. For a data parallel wrapper, the parts are those of the wrapped module. The
+        modules in a part wait, too: a model may call ``self.model.decoder(x)`` and never ``self.model``.
         """
         # Code compiled earlier would not contain the hooks; without the module, nothing was compiled.
         if "torch._dynamo" in sys.modules:

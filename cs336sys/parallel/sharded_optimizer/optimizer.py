@@ -25,7 +25,7 @@ from cs336sys.parallel.sharded_optimizer.checkpoint import MASTER, check_same_mo
 from cs336sys.parallel.sharded_optimizer.groups import Group
 from cs336sys.parallel.sharded_optimizer.local import LocalOptimizer, ParameterPartition, Partition, require_optimizer
 from cs336sys.parallel.sharded_optimizer.slices import SlicePartition
-from cs336sys.parallel.wrapped_modules import HeldParameters, is_synchronized
+from cs336sys.parallel.wrapped_modules import AVERAGES_GRADIENT, HeldParameters, has_marked_hook, require_module
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -100,8 +100,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._module = module
         with same_on_every_rank() as lines:
             require_optimizer(optimizer_cls)
-            if module is not None and not isinstance(module, nn.Module):
-                raise UsageError(f"module {module}: must be a torch.nn.Module")
+            if module is not None:
+                require_module(module)
             require_float("master_dtype", master_dtype)
             if master_dtype is not None and not flat:
                 raise UsageError(f"master_dtype {master_dtype}: needs flat=True")
@@ -435,7 +435,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self._slices is not None:
             for name, parameter in self._outside_groups:
                 is_trained = parameter.grad is not None and parameter._version != self._versions.get(name)
-                if is_trained and not is_synchronized(parameter):
+                if is_trained and not has_marked_hook(parameter, AVERAGES_GRADIENT):
                     raise UsageError(
                         f"{name} of the module is in no group and was changed, by a gradient that nothing averages "
                         "over ranks: add it to a group, or shard its optimizer, too"

@@ -220,8 +220,6 @@ class SliceSynchronizer(GradientSynchronizer):
 class SlicePartition:
     """Slices of parameters that this rank updates; averages their gradients, and sends updates to all ranks.
 
-    It has the methods of :class:`~cs336sys.parallel.sharded_optimizer.local.ParameterPartition`.
-
     Attributes:
         exchange: completes every parameter from all ranks' slices, at most ``cap_bytes`` in one operation.
         synchronizer: averages the gradients, at most ``cap_bytes`` in one operation.

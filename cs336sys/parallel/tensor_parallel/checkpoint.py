@@ -192,7 +192,8 @@ def _write(path: Path, saved: dict[str, Any]) -> None:
         torch.save(saved, partial)
         partial.replace(path)
     except (OSError, RuntimeError) as error:
-        partial.unlink(missing_ok=True)  # torch raises RuntimeError, on a full disk too.
+        if partial.is_file():  # torch raises RuntimeError, on a full disk too.
+            partial.unlink()
         raise OSError(f"checkpoint {path} could not be written: {error}") from error
 
 

@@ -137,8 +137,8 @@ def _scattered(x: Tensor, group: str, size: int, rank: int) -> Tensor:
     return functional.wait_tensor(functional.reduce_scatter_tensor(stacked, "sum", size, group))
 
 
-class _Shared:
-    """Attributes of a layer that ranks share, which :func:`share_layers` sets.
+class _Shared(nn.Module):
+    """A layer that ranks share, before the class that it had, with attributes that :func:`share_layers` sets.
 
     Attributes:
         first_row, vocabulary: of the embedding: the token of its first row, and how many tokens all ranks have.
@@ -201,49 +201,45 @@ def as_int64(token_ids: Tensor, kind: str) -> Tensor:
     return token_ids.long()
 
 
+class TensorParallelPart(_Shared):
+    """Attention or a feed-forward network: every rank computes a term of the sum."""
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return self.tensor_group.leave(super().forward(self.tensor_group.enter(x), *args, **kwargs))
+
+
+class TensorParallelEmbedding(_Shared):
+    """The embedding: a rank looks up its tokens, has zeros for all others, and ranks sum."""
+
+    weight: Tensor
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        token_ids = as_int64(token_ids, "tokens")
+        self.first_calls.compare("tokens", token_ids, self.training)
+        row = token_ids - self.first_row
+        is_elsewhere = (row < 0) | (row >= self.weight.size(0))
+        # An id outside of the vocabulary gets a row that does not exist, so that the original refuses it.
+        is_invalid = (token_ids < 0) | (token_ids >= self.vocabulary)
+        row = row.masked_fill(is_elsewhere, 0).masked_fill(is_invalid, self.weight.size(0))
+        return self.tensor_group.leave(super().forward(row).masked_fill(is_elsewhere.unsqueeze(-1), 0))
+
+
+class TensorParallelHead(_Shared):
+    """The LM head: a rank returns the logits of its part of the vocabulary."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.caller not in (None, "forward"):  # A method of the model that calls forward().
+            raise UsageError(
+                f"{self.caller}() of the module would take the logits of this rank's tokens for those of all: "
+                "choose tokens by shared.gather_logits(shared(token_ids)), called on every rank"
+            )
+        return super().forward(self.tensor_group.enter(x))
+
+
 @functools.cache
-def _make_block_part_class(original: type[nn.Module]) -> type[nn.Module]:
-    """Make the class of attention or a feed-forward network: every rank computes a term of the sum."""
-
-    class TensorParallelPart(original, _Shared):  # type: ignore[valid-type, misc]  # a class that is known when it runs
-        def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            return self.tensor_group.leave(super().forward(self.tensor_group.enter(x), *args, **kwargs))
-
-    return TensorParallelPart
-
-
-@functools.cache
-def _make_embedding_class(original: type[nn.Module]) -> type[nn.Module]:
-    """Make the class of the embedding: a rank looks up its tokens, has zeros for all others, and ranks sum."""
-
-    class TensorParallelEmbedding(original, _Shared):  # type: ignore[valid-type, misc]  # known when it runs
-        def forward(self, token_ids: Tensor) -> Tensor:
-            token_ids = as_int64(token_ids, "tokens")
-            self.first_calls.compare("tokens", token_ids, self.training)
-            row = token_ids - self.first_row
-            is_elsewhere = (row < 0) | (row >= self.weight.size(0))
-            # An id outside of the vocabulary gets a row that does not exist, so that the original refuses it.
-            is_invalid = (token_ids < 0) | (token_ids >= self.vocabulary)
-            row = row.masked_fill(is_elsewhere, 0).masked_fill(is_invalid, self.weight.size(0))
-            return self.tensor_group.leave(super().forward(row).masked_fill(is_elsewhere.unsqueeze(-1), 0))
-
-    return TensorParallelEmbedding
-
-
-@functools.cache
-def _make_head_class(original: type[nn.Module]) -> type[nn.Module]:
-    """Make the class of the LM head: a rank returns the logits of its part of the vocabulary."""
-
-    class TensorParallelHead(original, _Shared):  # type: ignore[valid-type, misc]  # known when it runs
-        def forward(self, x: Tensor) -> Tensor:
-            if self.caller not in (None, "forward"):  # A method of the model that calls forward().
-                raise UsageError(
-                    f"{self.caller}() of the module would take the logits of this rank's tokens for those of all: "
-                    "choose tokens by shared.gather_logits(shared(token_ids)), called on every rank"
-                )
-            return super().forward(self.tensor_group.enter(x))
-
-    return TensorParallelHead
+def _shared_class(shared: type[_Shared], original: type[nn.Module]) -> type[nn.Module]:
+    """Make the class of a layer that ranks share; blocks have one, so that compiled code serves all of them."""
+    return type(shared.__name__, (shared, original), {})
 
 
 @functools.cache
@@ -285,14 +281,15 @@ def share_layers(model: Any, group: TensorGroup, shapes: Mapping[str, torch.Size
     Args:
         shapes: of the whole parameters, by their names.
     """
-    class_makers: dict[str, Any] = {"token_embeddings": _make_embedding_class, "lm_head": _make_head_class}
+    classes = {"token_embeddings": TensorParallelEmbedding, "lm_head": TensorParallelHead}
     # Each layer once, although a module may be a part of several blocks.
     for layer, name in {layer: name for name, layer in shared_layers(model).items()}.items():
-        layer.__class__ = class_makers.get(name, _make_block_part_class)(type(layer))
+        original: Any = type(layer)
+        layer.__class__ = _shared_class(classes.get(name, TensorParallelPart), original)
         layer.tensor_group = group
         if name.endswith(".attn"):
             layer.num_heads //= group.size  # Its projections return the heads of this rank alone.
-    original: Any = type(model)
+    original = type(model)
     model.__class__ = _make_model_class(original)
     embedding = model.token_embeddings
     embedding.vocabulary = shapes["token_embeddings.weight"][0]

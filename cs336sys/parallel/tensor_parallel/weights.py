@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from cs336sys.accounting.sharding.partition import cut_dimension, heads_refusal, own_part, own_rows
 from cs336sys.errors import UsageError
 from cs336sys.parallel.collectives import all_gather_single
-from cs336sys.parallel.gradient_slices import mark_slice
+from cs336sys.parallel.gradient_slices import WAS_CUT, mark_slice
 from cs336sys.parallel.rank_consistency import broadcast_from_first
 
 # A function of the user that fills the tensors of one module on the meta device; None if there is none.
@@ -103,6 +103,7 @@ def cut_weights(
                 part = nn.Parameter(part_tensor, requires_grad=whole.requires_grad)
                 vars(part).update(attributes[attribute])
                 parts[whole] = parts[part] = part, whole.shape
+                setattr(whole, WAS_CUT, True)
             layer._parameters[attribute], shapes[name] = parts[whole]
     broadcast_from_first(list(model.buffers()), group)
     return shapes

@@ -23,12 +23,12 @@ from cs336sys.accounting.sharding.partition import cut_dimension, own_part
 from cs336sys.errors import UsageError
 from cs336sys.parallel.checkpoint_state import StateDictOfSlices, differences, mark_share
 from cs336sys.parallel.collectives import group_device, process_group, require_process_group
-from cs336sys.parallel.gradient_slices import clip_over_ranks, mark_partial, require_whole
+from cs336sys.parallel.gradient_slices import clip_over_ranks, mark_partial, mark_unfinished, require_whole
 from cs336sys.parallel.rank_consistency import broadcast_from_first, describe_module, same_on_every_rank, ties_of
 from cs336sys.parallel.tensor_parallel import weights
 from cs336sys.parallel.tensor_parallel.layers import TensorGroup, share_layers, vocabulary_parallel_cross_entropy
 from cs336sys.parallel.tensor_parallel.trial import require_same_results
-from cs336sys.parallel.wrapped_modules import HeldParameters, is_unit
+from cs336sys.parallel.wrapped_modules import HeldParameters, is_unit, require_module
 
 
 class PartialGradients:
@@ -53,6 +53,7 @@ class PartialGradients:
             if parameter.requires_grad and parameter not in self._gradients:
                 gradient = self._gradients[parameter] = _PartialGradient(self._group.size())
                 mark_partial(parameter)
+                mark_unfinished(parameter, gradient.lacks_ranks)
                 parameter.register_hook(functools.partial(gradient.before_pass, parameter))
                 parameter.register_post_accumulate_grad_hook(gradient.after_pass)
 
@@ -89,6 +90,9 @@ class _PartialGradient:
         self._share_of_others = (ranks - 1) / ranks
         self._before: Tensor | None = None
         self.is_summed = self.is_captured = False
+
+    def lacks_ranks(self) -> bool:
+        return not (self.is_summed or self.is_captured)
 
     def before_pass(self, parameter: Tensor, _: Tensor) -> None:
         """Keep a copy of a gradient that is summed, before autograd adds to it."""
@@ -164,6 +168,7 @@ class TensorParallel(StateDictOfSlices):
         """
         super().__init__()
         require_process_group(type(self).__name__)
+        require_module(module)
         self.group = process_group(group)
         rank, size = self.group.rank(), self.group.size()
         with same_on_every_rank(self.group) as lines:
@@ -276,18 +281,10 @@ class TensorParallel(StateDictOfSlices):
         return contextlib.nullcontext()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, *, sharded: Any = None) -> Tensor:
-        """Scale all gradients so that the norm of the whole gradient is at most ``max_norm``.
-
-        Every rank must call it, after ``finish_gradient_synchronization()``.
+        """Clip as :meth:`.FSDP.clip_grad_norm_` does, after ``finish_gradient_synchronization()``, on every rank.
 
         Args:
             sharded: the :class:`~cs336sys.parallel.fsdp.FSDP` module around ``module``, if there is one.
-
-        Returns:
-            the norm before, the same scalar on every rank; NaN or infinite if any gradient on any rank is.
-
-        Raises:
-            UsageError: ``norm_type`` is not positive.
         """
         groups = [self.group]
         parameters = dict(self.module.named_parameters())

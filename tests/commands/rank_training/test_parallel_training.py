@@ -18,7 +18,8 @@ from cs336sys.commands.rank_training import communication
 from cs336sys.commands.rank_training import measure as measurement
 from cs336sys.commands.rank_training.communication import _communication_timeline
 from cs336sys.commands.rank_training.measure import kept_ranks, measure_parallel_training, slowest, trace_path
-from cs336sys.commands.rank_training.rank import RankMeasurement, verify_on_rank
+from cs336sys.commands.rank_training.rank import RankMeasurement
+from cs336sys.commands.rank_training.verification import verify_training
 from cs336sys.errors import CapabilityError, UsageError
 from cs336sys.parallel.ranks import launch
 from cs336sys.parallel.ranks.spawned import RankError
@@ -49,7 +50,7 @@ def workload(strategy, **settings):
 
 @pytest.mark.parametrize("strategy", DATA_PARALLEL_STRATEGIES)
 def test_every_strategy_trains_the_weights_of_one_process(ranks, strategy):
-    differences = ranks().run(verify_on_rank, workload(strategy))
+    differences = ranks().run(verify_training, workload(strategy))
     # Far within the tolerance, which leaves room for deeper models.
     assert largest(differences) < TOLERANCES["fp32"] / 50
     assert all(difference.num_layers == 2 for difference in differences)
@@ -57,7 +58,7 @@ def test_every_strategy_trains_the_weights_of_one_process(ranks, strategy):
 
 def test_as_few_blocks_are_checked_as_asked_for(ranks):
     cells = [replace(workload("bucketed", size=SMALL), check_layers=layers) for layers in (1, 9)]
-    assert [ranks().run(verify_on_rank, cell)[0].num_layers for cell in cells] == [1, SMALL.num_layers]
+    assert [ranks().run(verify_training, cell)[0].num_layers for cell in cells] == [1, SMALL.num_layers]
     # Steps without communication are measured once for all.
     assert len({cell.unsynchronized for cell in cells}) == 1
 
@@ -67,7 +68,7 @@ def test_as_few_blocks_are_checked_as_asked_for(ranks):
     [("overlap", {"precision": "bf16", "optimizer": "fused"}), ("bucketed", {"gradient_dtype": "bf16"})],
 )
 def test_lower_precision_moves_weights_by_its_rounding(ranks, strategy, settings):
-    differences = ranks().run(verify_on_rank, workload(strategy, **settings))
+    differences = ranks().run(verify_training, workload(strategy, **settings))
     assert TOLERANCES["fp32"] < largest(differences) < TOLERANCES["bf16"] / 5
 
 
@@ -223,7 +224,7 @@ def test_torch_sends_no_bf16_on_a_cpu(ranks):
     with pytest.raises(
         CapabilityError, match="strategy 'torch': torch's DDP sends gradients in bf16 only through NCCL"
     ):
-        ranks().run(verify_on_rank, workload("torch", gradient_dtype="bf16"))
+        ranks().run(verify_training, workload("torch", gradient_dtype="bf16"))
 
 
 def test_timeline_counts_unions_of_intervals():

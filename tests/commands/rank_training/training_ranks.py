@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -15,13 +16,10 @@ from fake_cuda_graph import OperatorRecorder
 from torch.distributed import _functional_collectives as functional_collectives
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cs336sys.commands.rank_training.communication import (
-    communication_at_once,
-    recorded_communication,
-    run_alone,
-)
+from cs336sys.commands.rank_training.communication import communication_at_once, recorded_communication, run_alone
 from cs336sys.commands.rank_training.measure import measure_parallel_training
-from cs336sys.commands.rank_training.rank import build_recorded, verify_on_rank
+from cs336sys.commands.rank_training.rank import build_recorded
+from cs336sys.commands.rank_training.verification import verify_training
 from cs336sys.parallel.collectives import all_gather_single, reduce_scatter_single
 from cs336sys.parallel.context_parallel import attention
 from cs336sys.parallel.ranks import launch
@@ -77,7 +75,7 @@ def repair() -> None:
 def verify_broken(workload, how: str) -> WeightDifference:
     break_overlap(how)
     try:
-        return verify_on_rank(workload)
+        return verify_training(workload)
     finally:
         repair()
 
@@ -86,7 +84,7 @@ def verify_in_graphs(workload, how: str | None = None) -> WeightDifference:
     """The check of a step whose operators are recorded and replayed, as a CUDA graph's are."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(step_module, "recorder_of", lambda *_: OperatorRecorder())
-        return verify_on_rank(workload) if how is None else verify_broken(workload, how)
+        return verify_training(workload) if how is None else verify_broken(workload, how)
 
 
 class _RunsAgain(OperatorRecorder):
@@ -229,7 +227,7 @@ def half_gradients(workload):
                 sent = {item.dtype for item in communications[start:]}
             named = step.replica.whole_parameters().items()
             dtypes.append({name: str(weight.grad.dtype).removeprefix("torch.") for name, weight in named})
-    return verify_on_rank(workload), *dtypes, sent
+    return verify_training(workload), *dtypes, sent
 
 
 class _AsynchronousLaunches(TorchDispatchMode):
@@ -286,7 +284,7 @@ def verify_compiled(workload) -> tuple[WeightDifference, int]:
     torch.compiler.reset()
     counters.clear()
     try:
-        return verify_on_rank(workload), counters["stats"]["unique_graphs"]
+        return verify_training(workload), counters["stats"]["unique_graphs"]
     finally:
         torch.compile = original
         torch.compiler.reset()
@@ -299,7 +297,7 @@ def measure_with_a_kept_rank(configuration, progress):
 
 
 def verify_all(workloads):
-    return [verify_on_rank(workload) for workload in workloads]
+    return [verify_training(workload) for workload in workloads]
 
 
 def scalers(workloads):
@@ -336,7 +334,7 @@ def verify_and_count(workloads):
     """For each, how far weights are from those of one process, and the bytes that a step sends."""
     checked = []
     for workload in workloads:
-        relative = verify_on_rank(workload).relative
+        relative = verify_training(workload).relative
         step = ParallelStep(workload, CPU)
         # FSDP learns in the first step what is used after what.
         step()
@@ -387,7 +385,7 @@ OF_RINGS = {
 OF_LAYERS = {
     "input gradients not summed": (layers._Sum, "backward", staticmethod(lambda ctx, grad: (grad, None, None))),
     "outputs not summed": (layers.TensorGroup, "leave", lambda self, x: x),
-    "norms' gradients not summed": (wrapper.TensorParallel, "finish_gradient_synchronization", lambda self: None),
+    "norms' gradients not summed": (wrapper, "dist", mock.Mock()),
     "wrong first token": (wrapper, "share_layers", _first_row_off),
 }
 
@@ -409,4 +407,4 @@ def verify_faulty(fault, workload):
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(wrapper, "require_same_results", lambda *arguments: None)
         patched.setattr(*(OF_RINGS | OF_LAYERS)[fault])
-        return verify_on_rank(workload)
+        return verify_training(workload)

@@ -141,8 +141,8 @@ def test_failure_while_saving_is_an_error_on_every_rank_and_what_was_there_is_wh
     assert loaded_value(tmp_path / "saved.previous") == 2.0
     dist.barrier()
     (tmp_path / "file").write_text("in the way")
-    kind, _ = error_of(save_checkpoint, tmp_path / "file" / "saved", layer())
-    assert kind in ("NotADirectoryError", "FileExistsError")
+    for other in ("file/saved", "file", ""):
+        assert error_of(save_checkpoint, tmp_path / other, layer())[0] in ("NotADirectoryError", "UsageError")
 
 
 def sgd(parameters, **settings):

@@ -91,6 +91,8 @@ def test_gradients_kept_under_no_sync_are_dropped_by_anybody_and_refresh_refuses
     DROPPING.get(who, DROPPING["nobody" if dist.get_rank() else "wrapper"])(sharded)
     if who in ("nobody", "one rank"):
         assert "no_sync() have left gradients to average" in refusal_of(sharded.refresh)
+        if next(sharded.parameters()).grad is not None:
+            assert "lack those of other ranks" in refusal_of(torch.optim.SGD(sharded.parameters()).step)
     elif who == "wrapper":
         sharded.refresh()
     for step in (0, 1) if who == "nobody" else (1,):

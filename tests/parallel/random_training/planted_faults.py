@@ -84,9 +84,7 @@ FAULTS = {
     "replicated gradients stay as they are": Fault(
         MeanReduction, "start", lambda reduction, tensors: None, _uses("fsdp", kind="Vectors")
     ),
-    "gradients of norms are not summed": Fault(
-        tensor_wrapper.PartialGradients, "sum", lambda sums, parameters: None, _shares("sequence-parallel")
-    ),
+    "gradients of norms are not summed": Fault(tensor_wrapper, "dist", mock.Mock(), _shares("sequence-parallel")),
     "a ring merges without rescaling": Fault(attention, "merge_block", _merge_without_rescaling, _shares("ring")),
     "heads come back to the wrong place": Fault(
         AllToAllAttention, "__call__", _heads_of_the_next_rank, _shares("all-to-all")

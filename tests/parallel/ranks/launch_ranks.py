@@ -48,8 +48,9 @@ def say(text):
 
 
 def touch_at_exit(folder, seconds):
-    """Leave a file when this process ends, so long after it was asked to."""
+    """Leave a file when this process ends, so long after it was asked to; and the group now, as scripts do."""
     leave = (folder / str(dist.get_rank())).touch
+    dist.destroy_process_group()
     multiprocessing.util.Finalize(None, lambda: time.sleep(seconds) or leave(), exitpriority=0)
 
 

@@ -23,14 +23,7 @@ from two_agents import run_torchrun
 
 from cs336sys.errors import CapabilityError, LostProcessError, UsageError
 from cs336sys.parallel.ranks import launch, spawned
-from cs336sys.parallel.ranks.spawned import (
-    Failure,
-    RankError,
-    SpawnedRanks,
-    _cause_before_consequence,
-    _failure,
-    _Rank,
-)
+from cs336sys.parallel.ranks.spawned import Failure, RankError, SpawnedRanks, _cause_before_consequence, _failure, _Rank
 from cs336sys.processes.files import remove_abandoned
 
 HERE = pathlib.Path(__file__).parent

@@ -8,15 +8,7 @@ import torch
 import torch.distributed as dist
 from launches import on_start, on_wait
 from on_ranks import on_ranks
-from optimizer_models import (
-    SwitchedNorm,
-    each_mode,
-    finish,
-    network,
-    sharded,
-    train_step,
-    wait_for_parameters,
-)
+from optimizer_models import SwitchedNorm, each_mode, finish, network, sharded, train_step, wait_for_parameters
 from same_tensors import assert_same
 from small_models import PartlyUsed, batch, error_of, refusal_of, share, weights
 from torch import nn

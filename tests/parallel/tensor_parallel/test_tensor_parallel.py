@@ -16,6 +16,7 @@ from small_models import error_of, refusal_of, with_file_limit
 from tensor_models import SIZES, assert_close, batch, gradients_of, model, run_pass, shared_model, whole_gradients
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.utils import clip_grad_norm_
+from torch.optim import SGD
 
 from cs336sys.parallel.collectives import gather_objects
 from cs336sys.parallel.ddp import BucketedDDP
@@ -311,6 +312,10 @@ def test_gradients_and_logits_of_parts_are_not_taken_for_whole_ones():
             left_out,
         ),
         (lambda: returned_gradients(lambda loss, module: torch.autograd.grad(loss, module.ln_final.weight)), left_out),
+        (
+            lambda: returned_gradients(lambda loss, module: loss.backward() or SGD(module.parameters()).step()),
+            "gradients lack those of other ranks: call finish_gradient_synchronization() of",
+        ),
     ):
         assert refusal_of(call).startswith(sentence)
 
@@ -528,8 +533,8 @@ def test_refusals_leave_the_checkpoint_as_it_was(tmp_path):
     weights = shared.full_state_dict()
     error = with_file_limit(1000, save_checkpoint, path, shared)
     require_error("OSError", f"checkpoint {path} could not be written: ", error)
-    error = error_of(save_checkpoint, tmp_path / "nowhere" / "saved", shared)
-    require_error("OSError", "nowhere/saved could not be written: ", error)
+    error = error_of(save_checkpoint, path / "saved", shared)
+    require_error("OSError", "saved/saved could not be written: ", error)
     error = error_of(save_checkpoint, path, shared, extra={"sizes": {1, 2}})
     require_error("UsageError", "extra['sizes'] is of type builtins.set: checkpoints hold tensors", error)
     error = error_of(load_checkpoint, path, TensorParallel(model().bfloat16()))
