@@ -167,9 +167,9 @@ def terms(done):
     return {**done.phases, "launches": done.launches}
 
 
-def recomputed(checkpointing):
+def recomputed(checkpointing, attention="flash", precision="bf16"):
     """Return what checkpoints add to the backward pass."""
-    workload = training(precision="bf16", attention="flash")
+    workload = training(precision=precision, attention=attention)
     added, before = (work.step_work(workload, name).backward for name in (checkpointing, "none"))
     return {term: amount - before[term] for term, amount in added.items() if amount != before[term]}
 
