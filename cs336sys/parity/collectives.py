@@ -2,13 +2,14 @@
 
 import contextlib
 import itertools
+import pickle
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 import torch.distributed as dist
@@ -105,6 +106,15 @@ class CollectiveMode(DispatchMode):
         return result
 
 
+def read_log(path: str) -> list[CollectiveLaunch]:
+    """Return the launches in a rank's log, as far as it was written."""
+    launches = []
+    with contextlib.suppress(OSError, EOFError, pickle.UnpicklingError), open(path, "rb") as log:
+        while True:
+            launches.append(pickle.load(log))
+    return launches
+
+
 def first_disagreement(rank_launches: Sequence[Sequence[CollectiveLaunch]]) -> tuple[str, CollectiveLaunch] | None:
     """Compare the collectives of all ranks, group by group, in the order of their launches.
 
@@ -152,7 +162,10 @@ class CollectiveWatcher(CollectiveMode):
         dtypes: of matrix products (``compute``), and of floating point numbers that were sent (``send``), in steps:
             what a wrap does once, such as broadcasting weights, is not training.
         waiting: parameters whose gradients the present backward pass has yet to complete, by name.
+        log: where launches are written before they begin: all that is left of a rank that dies.
     """
+
+    log: BinaryIO | None = None
 
     def __init__(self, files: list[Path], is_late: bool) -> None:
         super().__init__()
@@ -192,7 +205,11 @@ class CollectiveWatcher(CollectiveMode):
         elements = max(sum(tensor.numel() for tensor in part) for part in tensor_lists)
         dtype = str(tensors[0].dtype).removeprefix("torch.")
         line, incomplete = self._line(), self._incomplete(tensors)
-        self.launches.append(CollectiveLaunch(name, elements, dtype, self.step, self.phase, line, incomplete, ranks))
+        launch = CollectiveLaunch(name, elements, dtype, self.step, self.phase, line, incomplete, ranks)
+        self.launches.append(launch)
+        if self.log is not None:
+            pickle.dump(launch, self.log)
+            self.log.flush()
 
     def _line(self) -> str:
         """Return the innermost line of the user's files on the stack."""

@@ -231,8 +231,9 @@ def diagnose_lost_ranks(reason: str, is_hang: bool, reports: Sequence[RankReport
     messages = [launch for rank_launches in launches for launch in rank_launches if launch.is_point_to_point]
     receives = sum(launch.name.startswith("recv") for launch in messages)
     if (difference := first_disagreement(launches)) is not None:
-        reason, last = difference
-    elif 2 * receives > len(messages):  # More than were sent.
+        message, last = difference
+        reason = message if is_hang else f"{reason}: {message}"
+    elif is_hang and 2 * receives > len(messages):  # More than were sent.
         rank = next(rank for rank, rank_launches in enumerate(launches) if rank_launches[-1:] == [last])
         reason = sentence(__package__, "hang receive", rank=rank, launch=last)
     else:

@@ -20,9 +20,9 @@ from cs336sys.findings import Finding, sentence
 from cs336sys.machine.device import choose_device
 from cs336sys.parallel.ranks import launch
 from cs336sys.parallel.ranks.spawned import RankError
-from cs336sys.parity.collectives import first_disagreement
+from cs336sys.parity.collectives import first_disagreement, read_log
 from cs336sys.parity.optimizers import ADAMW_SETTINGS, group_of_one, refusing_optimizer
-from cs336sys.parity.record import RankReport
+from cs336sys.parity.record import RankReport, Record
 from cs336sys.parity.subject import build_subject
 from cs336sys.processes import started_outside
 from cs336sys.processes.files import OwnedFolder
@@ -189,7 +189,12 @@ class _Case:
             launch.end_kept()
             first_line = str(error).splitlines()[0]
             is_hang = "hang" in first_line or "timed out" in first_line.lower()  # As RankError says it, or Gloo.
-            return RanksRun(lost_because=first_line, is_hang=is_hang)
+            logs = [trainings.launch_log(self.folder, rank) for rank in range(self.workload.world_size)]
+            launches = [read_log(log) for log in logs] if watch else []
+            # After a rank has died the others' next collectives are no difference.
+            common = None if is_hang else min(map(len, launches), default=0)
+            reports = [RankReport(Record(), launches=of_rank[:common]) for of_rank in launches]
+            return RanksRun(reports, lost_because=first_line, is_hang=is_hang)
         return RanksRun(reports)
 
     def _are_sound(self, ranks: launch.Ranks, reports: Sequence[RankReport]) -> bool:
@@ -324,9 +329,10 @@ class _Case:
         """Diagnose why ranks hang or died, by the collectives that they launched."""
         self.progress(f"{self.workload.case}: diagnosis")
         reports = run.reports
-        if run.is_hang and not any(report.launches for report in reports):
+        if not any(report.launches for report in reports):
             # To see the same again takes less time: what ranks compile is in its caches by now.
-            reports = self.run_on_ranks(program, watch=True, timeout_s=self.workload.timeout_s / 4).reports
+            rerun = self.run_on_ranks(program, watch=True, timeout_s=self.workload.timeout_s / 4)
+            reports = rerun.reports if rerun.lost_because else ()
         return self._diagnosed(comparisons.diagnose_lost_ranks(run.lost_because, run.is_hang, reports))
 
     def _diagnosed(self, diagnosis: Finding, case: ComparedCase | None = None, notes: Sequence[str] = ()) -> Outcome:

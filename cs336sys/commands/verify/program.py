@@ -217,7 +217,8 @@ class ProgramRun:
         watcher = self.watcher
         batch = subjects.batch_of(self.workload, self.device, self.dtype, step - 1)  # Batches count from 0.
         if self.wrapped.step is not None:
-            self._record_step(step, self._step_of_wrap(batch))
+            with self._outputs if step == 1 else nullcontext():
+                self._record_step(step, self._step_of_wrap(batch))
             return
         self.optimizer.zero_grad()
         total_loss = 0.0

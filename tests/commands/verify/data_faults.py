@@ -211,6 +211,13 @@ right_trainer = Trainer
 UnevenAveragedEvenly = _wrong(Trainer, share=lambda self, inputs: 1.0)
 
 
+class FirstRanksBatch(Trainer):
+    def step(self, batch):
+        for part in batch:
+            dist.broadcast(part, 0, group=self.group)
+        return super().step(batch)
+
+
 class GradientsKept(Trainer):
     """Nothing sets gradients to zero."""
 
