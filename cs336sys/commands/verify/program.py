@@ -19,7 +19,7 @@ from torch.func import functional_call
 from torch.utils._pytree import tree_map_only
 
 from cs336sys.commands.verify.wraps import Wrapped, wrap
-from cs336sys.errors import CapabilityError
+from cs336sys.errors import CapabilityError, UserCodeError, a_value
 from cs336sys.parallel.fsdp.calls import cast_floating
 from cs336sys.parity import optimizers
 from cs336sys.parity import record as recording
@@ -261,7 +261,12 @@ class ProgramRun:
         (share,) = self.step_shares
         assert self.wrapped.step is not None
         self._switch_layer(share)
-        return float(self.wrapped.step(self._part_of(share, batch))) * share.weight
+        loss = self.wrapped.step(self._part_of(share, batch))
+        try:
+            return float(loss) * share.weight
+        except (TypeError, ValueError, RuntimeError) as error:
+            name = self.workload.wrap
+            raise UserCodeError(f"{name}: step(batch) returned {a_value(loss)}: it should return the loss") from error
 
     def _record_step(self, step: int, loss: float) -> None:
         self.record.add_number("loss", step, loss)
