@@ -41,11 +41,8 @@ def attention_sent_bytes(strategy: str, size: ModelSize, world_size: int, precis
     gradient_bytes = 2 * 4 * size.batch_size * size.d_model
 
     def ring_bytes(rank: int) -> int:
-        owners = [(rank - hop) % world_size for hop in range(world_size)]
-        key_value_tokens = sum(split.lengths[owner] for owner in owners[:-1])
-        return passes * 2 * token_bytes * key_value_tokens + gradient_bytes * sum(
-            split.lengths[owner] for owner in owners[1:]
-        )
+        key_value_tokens = size.context - split.lengths[(rank + 1) % world_size]  # That rank's have come round.
+        return 2 * token_bytes * key_value_tokens * passes + gradient_bytes * (size.context - split.lengths[rank])
 
     def all_to_all_bytes(rank: int) -> int:
         local_tokens = split.lengths[rank]
