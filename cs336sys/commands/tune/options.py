@@ -157,6 +157,14 @@ class SearchOptions:
                 raise UsageError(f"{option}: buckets alone have the choice; choose bucketed")
         return fixed
 
+    def step_tokens(self, base_workload: Workload, batch_sizes: Sequence[int]) -> int | None:
+        """Return the tokens of a step of all ranks, as in other commands those of ``--batch-size``; None: not fixed."""
+        if not batch_sizes or self.micro_batch:
+            return self.tokens_per_step
+        return (
+            self.tokens_per_step or batch_sizes[0] * base_workload.size.context
+        )  # One: _base_workload() refuses more.
+
     def gpu_rates(self, device: str, base_workload: Workload, *, on_cpu: bool) -> Rates:
         """Return the rates of ``--gpu``, of this machine's GPU, or of its CPU, which are measured first."""
         from cs336sys.machine.system import gpu_name
@@ -204,18 +212,15 @@ def tune(
         base_workload = replace(base_workload, device="cpu")
     limit_bytes = search.limit_bytes(training.device)
     fixed_settings = search.fixed_settings(ctx, training, on_cpu=on_cpu)
-    tokens_per_step = search.tokens_per_step
-    if training.batch_size and not search.micro_batch:
-        # As in other commands, the batch of a step of all ranks; _base_workload() has refused several.
-        tokens_per_step = tokens_per_step or training.batch_size[0] * base_workload.size.context
     if not base_workload.is_ours and fixed_settings.get("kernels", ["reference"]) != ["reference"]:
         raise UsageError("--kernels: tune predicts --model with reference only: leave it out, or measure with bench")
     counted_model = None if base_workload.is_ours else _counted_model(base_workload)
     if counted_model is not None:
         fixed_settings = _fixed_for_user_model(fixed_settings, counted_model, search.world_size)
-    space = Space(base_workload, search.world_size, fixed_settings, tokens_per_step)
+    space = Space(
+        base_workload, search.world_size, fixed_settings, search.step_tokens(base_workload, training.batch_size)
+    )
     rates = search.gpu_rates(training.device, base_workload, on_cpu=on_cpu)
-    launch_s = None if search.launch_us is None else search.launch_us / 1e6
     launch_s = None if search.launch_us is None else search.launch_us / 1e6
     costs: dict[str, Any] = {"rates": rates, "launch_s": launch_s, "counted_model": counted_model}
     choose_for = partial(choose, limit=limit_bytes, **costs)
@@ -232,16 +237,14 @@ def tune(
     if not search.measure:
         output.emit(predicted)
         return
-    chosen = choices.fitting[: search.measure]
-    plain = _plain_configuration(space)
+    chosen, plain = choices.fitting[: search.measure], _plain_configuration(space)
     if refusal(plain) is None and plain not in [candidate.configuration for candidate in chosen]:
         (candidate,) = evaluate([plain], **costs)
         if candidate.memory <= limit_bytes:
             chosen.append(candidate)
         else:
             say(f"the plain configuration needs {candidate.memory / GIB:.1f} GiB and is not measured")
-    configurations = [candidate.configuration for candidate in chosen]
-    next_best = [best for best in choices.fitting[search.measure :] if best.configuration not in configurations]
+    next_best = [best for best in choices.fitting[search.measure :] if best not in chosen]
     race = _Race(chosen, next_best[:_MOST_RESERVES], count=search.measure, budget_s=search.budget)
     race.run(predicted, sweeping, output)
 
