@@ -130,15 +130,16 @@ def first_disagreement(rank_launches: Sequence[Sequence[CollectiveLaunch]]) -> t
             if not launch.is_point_to_point:
                 members = launch.ranks or all_ranks
                 launches_by_group.setdefault(members, {member: [] for member in members})[rank].append(launch)
-    for group_launches in launches_by_group.values():
-        for launched in itertools.zip_longest(*group_launches.values()):  # None where a rank launched fewer.
-            if len({launch and launch.signature for launch in launched}) > 1:
-                return _describe_disagreement(dict(zip(group_launches, launched, strict=True)))
-    return None
-
-
-def _describe_disagreement(launched: dict[int, CollectiveLaunch | None]) -> tuple[str, CollectiveLaunch]:
-    """Say what ranks launch that is not the same, and return the launch of the last of them that has one."""
+    moments = (
+        dict(zip(group, launched, strict=True))  # By rank; None where one launched fewer.
+        for group in launches_by_group.values()
+        for launched in itertools.zip_longest(*group.values())
+    )
+    for launched in moments:
+        if len({launch and launch.signature for launch in launched.values()}) > 1:
+            break
+    else:
+        return None
     missing = ", ".join(str(rank) for rank, launch in launched.items() if launch is None)
     present = {rank: launch for rank, launch in launched.items() if launch}
     last = [*present.values()][-1]

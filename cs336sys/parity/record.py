@@ -73,18 +73,14 @@ def clone(tensor: Any) -> Tensor:
 def captured_outputs(model: torch.nn.Module, outputs: dict[str, Tensor]) -> Iterator[None]:
     """Keep what the model gets in its first call meanwhile, and what modules within it return, if one tensor."""
 
-    def keep_output(name: str, module: Any, args: Any, output: Any) -> None:
-        if isinstance(output, Tensor) and name not in outputs:
-            outputs[name] = clone(output)
-
-    def keep_input(module: Any, args: Any, kwargs: Any) -> None:
-        keep_output("", module, args, first_tensor((args, kwargs)))
+    def keep(name: str, module: Any, args: Any, kwargs: Any, output: Any) -> None:
+        value = output if name else first_tensor((args, kwargs))
+        if isinstance(value, Tensor) and name not in outputs:
+            outputs[name] = clone(value)
 
     with contextlib.ExitStack() as hooks:
-        hooks.enter_context(model.register_forward_pre_hook(keep_input, with_kwargs=True))
         for name, module in model.named_modules():
-            if name:
-                hooks.enter_context(module.register_forward_hook(partial(keep_output, name)))
+            hooks.enter_context(module.register_forward_hook(partial(keep, name), with_kwargs=True))
         yield
 
 

@@ -237,13 +237,7 @@ def tune(
     if not search.measure:
         output.emit(predicted)
         return
-    chosen, plain = choices.fitting[: search.measure], _plain_configuration(space)
-    if refusal(plain) is None and plain not in [candidate.configuration for candidate in chosen]:
-        (candidate,) = evaluate([plain], **costs)
-        if candidate.memory <= limit_bytes:
-            chosen.append(candidate)
-        else:
-            say(f"the plain configuration needs {candidate.memory / GIB:.1f} GiB and is not measured")
+    chosen = _with_plain_configuration(choices.fitting[: search.measure], space, limit_bytes, **costs)
     next_best = [best for best in choices.fitting[search.measure :] if best not in chosen]
     race = _Race(chosen, next_best[:_MOST_RESERVES], count=search.measure, budget_s=search.budget)
     race.run(predicted, sweeping, output)
@@ -324,19 +318,30 @@ def _with_one_more_gpu(choices: Choice, space: Space, choose_for: Callable[[Spac
         return None
 
 
-def _plain_configuration(space: Space) -> StepConfiguration:
-    """Return the user's options, the first of several values, with the defaults of other commands."""
+def _with_plain_configuration(
+    best: Sequence[Candidate], space: Space, limit_bytes: float, **costs: Any
+) -> list[Candidate]:
+    """Return the best, and the user's options with the defaults of other commands, if that runs and fits."""
     training = space.training
     defaults = {name: Workload.settings()[name].default for name in _SINGLE_SETTINGS}
     defaults |= {} if training.is_ours else {"attention": "sdpa"}  # Which a user's model calls.
     defaults |= {"optimizer": ("course", "fp32"), "strategy": (None, "fp32"), "checkpointing": "none"}
+    # Of several values that the user gives, the first.
     settings = {name: (space.fixed.get(name) or [default])[0] for name, default in defaults.items()}
     (strategy, gradient_dtype), checkpointing = settings.pop("strategy"), settings.pop("checkpointing")
     settings["optimizer"], settings["state_dtype"] = settings["optimizer"]
     micro_batches = dict(space.micro_batches)  # By the size of a micro-batch: how many of them a step has.
     batch = training.size.batch_size if training.size.batch_size in micro_batches else max(micro_batches)
     sized = replace(training, size=replace(training.size, batch_size=batch), **settings)
-    return StepConfiguration(sized, checkpointing, micro_batches[batch], strategy, space.world_size, gradient_dtype)
+    sharing = strategy, space.world_size, gradient_dtype
+    plain = StepConfiguration(sized, checkpointing, micro_batches[batch], *sharing)
+    if refusal(plain) is not None or plain in [candidate.configuration for candidate in best]:
+        return list(best)
+    (candidate,) = evaluate([plain], **costs)
+    if candidate.memory <= limit_bytes:
+        return [*best, candidate]
+    say(f"the plain configuration needs {candidate.memory / GIB:.1f} GiB and is not measured")
+    return list(best)
 
 
 def _measured_configuration(configuration: StepConfiguration) -> dict[str, Any]:

@@ -246,11 +246,11 @@ def diagnose_lost_ranks(reason: str, is_hang: bool, reports: Sequence[RankReport
 
 def diagnose_masks(workload: VerifiedWorkload, reports: Sequence[RankReport]) -> Finding | None:
     """Say whether dropout masks differ between ranks that have the same sequences, or are equal between others."""
-    masks = [(workload.data_place(rank), report.masks) for rank, report in enumerate(reports)]
+    masks = [
+        (workload.data_place(rank), report.masks) for rank, report in enumerate(reports) if report.masks is not None
+    ]
     pairs = [  # Whether the two ranks have the same sequences, and the mask of each.
-        (place == other_place, mask, other_mask)
-        for (place, mask), (other_place, other_mask) in itertools.combinations(masks, 2)
-        if mask is not None and other_mask is not None
+        (place == other_place, mask, other) for (place, mask), (other_place, other) in itertools.combinations(masks, 2)
     ]
     if any(shares and mask.shape == other.shape and not torch.equal(mask, other) for shares, mask, other in pairs):
         return fault("dropout", "shared")

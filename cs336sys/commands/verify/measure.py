@@ -100,7 +100,8 @@ class _Case:
         if is_user_code(workload.wrap):
             with contextlib.suppress(UserCodeError):  # What ranks send back may be of classes of the wrap's file.
                 user_models.load(workload.wrap)
-        self._ranks(workload.timeout_s)  # Called for its effect: they start while this process trains.
+        # Called for its effect: unless those of the last case stay, they start while this process trains.
+        launch.kept(workload.world_size, backend=self.backend, timeout_s=workload.timeout_s)
         dtype = torch.float32 if self.plain_step in _float32_only else None  # None: float64, if the model can.
         training = trainings.choose_training(workload, self.device, dtype)
         self.training = trainings.with_max_norm(training) if self.program.clips else training
@@ -168,15 +169,12 @@ class _Case:
             return _refused(f"nothing of the weights could be compared: {', '.join(compared.not_compared)}")
         return _ok(", ".join(compared.not_compared), self._notes(compared.reports, lower=()), compared)
 
-    def _ranks(self, timeout_s: float) -> launch.Ranks:
-        """Return the ranks of the last case, or new ones, which start while this process goes on."""
-        return launch.kept(self.workload.world_size, backend=self.backend, timeout_s=timeout_s)
-
     def run_on_ranks(self, program: Program, *, watch: bool = False, timeout_s: float | None = None) -> RanksRun:
         """Run the program on the ranks of the last case, or on new ones; end those that could run no other case."""
         training = replace(self.training, optimizer=None)  # Ranks have the wrap's.
         try:
-            ranks = self._ranks(timeout_s or self.workload.timeout_s)
+            timeout_s = timeout_s or self.workload.timeout_s
+            ranks = launch.kept(self.workload.world_size, backend=self.backend, timeout_s=timeout_s)
             reports = ranks.run(partial(trainings.train_on_rank, watch=watch, folder=self.folder), training, program)
             failed = [report for report in reports if report.failure]
             if failed and not self._are_sound(ranks, reports):
@@ -189,8 +187,8 @@ class _Case:
             launch.end_kept()
             first_line = str(error).splitlines()[0]
             is_hang = "hang" in first_line or "timed out" in first_line.lower()  # As RankError says it, or Gloo.
-            logs = [trainings.launch_log(self.folder, rank) for rank in range(self.workload.world_size)]
-            launches = [read_log(log) for log in logs] if watch else []
+            logs = [f"{self.folder}/launches{rank}" for rank in range(self.workload.world_size)] if watch else []
+            launches = [read_log(log) for log in logs]  # By train_on_rank().
             # After a rank has died the others' next collectives are no difference.
             common = None if is_hang else min(map(len, launches), default=0)
             reports = [RankReport(Record(), launches=of_rank[:common]) for of_rank in launches]

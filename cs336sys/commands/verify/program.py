@@ -261,12 +261,10 @@ class ProgramRun:
         (share,) = self.step_shares
         assert self.wrapped.step is not None
         self._switch_layer(share)
-        loss = self.wrapped.step(self._part_of(share, batch))
-        try:
-            return float(loss) * share.weight
-        except (TypeError, ValueError, RuntimeError) as error:
-            name = self.workload.wrap
-            raise UserCodeError(f"{name}: step(batch) returned {a_value(loss)}: it should return the loss") from error
+        loss, name = self.wrapped.step(self._part_of(share, batch)), self.workload.wrap
+        if not isinstance(loss, Tensor | float | int):
+            raise UserCodeError(f"{name}: step(batch) returned {a_value(loss)}: it should return the loss")
+        return float(loss) * share.weight
 
     def _record_step(self, step: int, loss: float) -> None:
         self.record.add_number("loss", step, loss)

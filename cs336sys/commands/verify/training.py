@@ -27,11 +27,6 @@ def is_sound(world_size: int) -> bool:
     return bool((numbers == world_size * (world_size - 1) / 2).all())  # The sum of all ranks' numbers.
 
 
-def launch_log(folder: str, rank: int) -> str:
-    """Return the file in which a watched rank writes its collectives."""
-    return f"{folder}/launches{rank}"
-
-
 def train_on_rank(training: Training, program: Program, **settings: Any) -> RankReport:
     """Run the program on this rank, on its device. Whatever is raised comes back as a failure.
 
@@ -46,7 +41,7 @@ def train_on_rank(training: Training, program: Program, **settings: Any) -> Rank
             # One process would draw other masks: only the case that compares the ranks' masks has any.
             nullcontext() if program.masks else user_models.nothing_dropped(),
             run.watcher if run.watch or program.late_rank is not None else nullcontext(),  # Delays a late rank.
-            open(launch_log(run.folder, run.rank), "wb") if run.watch else nullcontext() as run.watcher.log,
+            open(f"{run.folder}/launches{run.rank}", "wb") if run.watch else nullcontext() as run.watcher.log,
         ):
             run.all_steps()
     except CapabilityError as error:

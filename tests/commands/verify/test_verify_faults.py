@@ -107,7 +107,7 @@ def test_right_wrap_of_an_unusual_kind_raises_no_alarm(name, case):
         ("half_parameters_summed", "step", "not averaged", "2 times too large, the number of ranks"),
         ("matrices_in_no_group", "groups", "groups", "group of weight_decay 0.5 is empty, and all 16 matrices"),
         ("other_flags_of_overflow", "order", "order", "with an overflow on one rank, the ranks' collectives differ"),
-        (f"{faults.DATA}:FirstRanksBatch", "step", "wrong inputs", "its sequences of the batch: on those of rank 0"),
+        (f"{faults.DATA}:FirstRanksBatch", "step", "wrong inputs", "rank 1 computes on other inputs than its"),
         (f"{faults.DATA}:UnusedNotSent", "unused", "died", "differ: rank 0 launches allreduce of 2,048 float64 at"),
         (f"{faults.DATA}:UnusedNotSent", "order", "order", "with a parameter that one rank does not use, the ranks'"),
         pytest.param("ring_of_nothing", "step", "hang", "which none sends", marks=pytest.mark.nightly),
