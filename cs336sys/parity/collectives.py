@@ -146,8 +146,8 @@ def first_disagreement(rank_launches: Sequence[Sequence[CollectiveLaunch]]) -> t
     if missing:
         where = f"the {last.description} of {last.phase} in step {last.step + 1}"
         return f"rank {missing} does not launch {where} that the others wait in", last
-    launches = ", ".join(f"rank {rank} launches {launch.description}" for rank, launch in present.items())
-    return f"the ranks' collectives differ: {launches}", last
+    described = ", ".join(f"rank {rank} launches {launch.description}" for rank, launch in present.items())
+    return f"the ranks' collectives differ: {described}", last
 
 
 class CollectiveWatcher(CollectiveMode):

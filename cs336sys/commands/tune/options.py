@@ -222,8 +222,7 @@ def tune(
     )
     rates = search.gpu_rates(training.device, base_workload, on_cpu=on_cpu)
     launch_s = None if search.launch_us is None else search.launch_us / 1e6
-    costs: dict[str, Any] = {"rates": rates, "launch_s": launch_s, "counted_model": counted_model}
-    choose_for = partial(choose, limit=limit_bytes, **costs)
+    choose_for = partial(choose, rates=rates, limit=limit_bytes, launch_s=launch_s, counted_model=counted_model)
     choices = choose_for(space)
     if not choices.fitting:
         smallest = min((candidate.memory / GIB for candidate in choices.predicted), default=None)
@@ -237,7 +236,8 @@ def tune(
     if not search.measure:
         output.emit(predicted)
         return
-    chosen = _with_plain_configuration(choices.fitting[: search.measure], space, limit_bytes, **costs)
+    predict = partial(evaluate, rates=rates, launch_s=launch_s, counted_model=counted_model)
+    chosen = _with_plain_configuration(choices.fitting[: search.measure], space, limit_bytes, predict)
     next_best = [best for best in choices.fitting[search.measure :] if best not in chosen]
     race = _Race(chosen, next_best[:_MOST_RESERVES], count=search.measure, budget_s=search.budget)
     race.run(predicted, sweeping, output)
@@ -319,7 +319,7 @@ def _with_one_more_gpu(choices: Choice, space: Space, choose_for: Callable[[Spac
 
 
 def _with_plain_configuration(
-    best: Sequence[Candidate], space: Space, limit_bytes: float, **costs: Any
+    best: Sequence[Candidate], space: Space, limit_bytes: float, predict: Callable[..., list[Candidate]]
 ) -> list[Candidate]:
     """Return the best, and the user's options with the defaults of other commands, if that runs and fits."""
     training = space.training
@@ -337,7 +337,7 @@ def _with_plain_configuration(
     plain = StepConfiguration(sized, checkpointing, micro_batches[batch], *sharing)
     if refusal(plain) is not None or plain in [candidate.configuration for candidate in best]:
         return list(best)
-    (candidate,) = evaluate([plain], **costs)
+    (candidate,) = predict([plain])
     if candidate.memory <= limit_bytes:
         return [*best, candidate]
     say(f"the plain configuration needs {candidate.memory / GIB:.1f} GiB and is not measured")

@@ -102,7 +102,7 @@ def _diagnose_outputs(case: ComparedCase) -> Finding | None:
     summand = ""  # The last module of which ranks have parts of a sum: no fault if the module around it adds them up.
     # First, under the empty name, what the model was called with.
     for name, expected in sorted(all_expected.items(), key=lambda named: named[0] != ""):
-        outputs = [report.record.outputs.get(name) for report in case.watched]
+        outputs: list[Any] = [report.record.outputs.get(name) for report in case.watched]  # None where not seen.
         parts = {rank: _part_of_place(case, place, outputs[rank], expected) for place, rank in ranks.items()}
         pairs = {rank: (outputs[rank], part) for rank, part in parts.items() if part is not None}
         # But for rounding in float32; NaN is off.
@@ -113,7 +113,7 @@ def _diagnose_outputs(case: ComparedCase) -> Finding | None:
                 summand = ""  # It has added up the summand's outputs.
             continue
         rank = next(rank for rank, is_off in off.items() if is_off)
-        facts = {"rank": rank, "is_alone": not all(off.values())}
+        facts: dict[str, Any] = {"rank": rank, "is_alone": not all(off.values())}
         if not name:
             return case.conclude("wrong inputs", **facts)
         if len(ranks) == 1 and _add_up(outputs, expected):

@@ -202,7 +202,7 @@ def fill(model: nn.Module, initialize: Initialize, device: torch.device, poison:
         layer.to_empty(device=device, recurse=False)
         if poison is not None:
             for tensor in _own_tensors(layer):
-                tensor.untyped_storage().fill_(poison)
+                tensor.untyped_storage().fill_(poison)  # type: ignore[attr-defined]
         initialize(layer)
         for name, parameter in before.items():
             if parameter is not None:
