@@ -8,7 +8,7 @@ of a model whose dimensions share few factors, with rates that all differ.
 # ruff: noqa: F401
 
 import math
-from dataclasses import astuple, fields, replace
+from dataclasses import fields, replace
 
 from written_figures import figures_test, outcome
 

@@ -55,6 +55,7 @@ def _wrong(right=Averaged, **changed):
 
 
 right = Averaged
+InputsReversed = _wrong(forward=lambda self, inputs: self.module(inputs.flip(0) if dist.get_rank() else inputs))
 Summed = _wrong(send=lambda self, parameter: dist.all_reduce(parameter.grad, group=self.group))
 AveragedTwice = _wrong(send=lambda self, parameter: (Averaged.send(self, parameter), parameter.grad.div_(self.ranks)))
 # Each rank divides, and none adds.
@@ -209,13 +210,6 @@ class Trainer:
 
 right_trainer = Trainer
 UnevenAveragedEvenly = _wrong(Trainer, share=lambda self, inputs: 1.0)
-
-
-class FirstRanksBatch(Trainer):
-    def step(self, batch):
-        for part in batch:
-            dist.broadcast(part, 0, group=self.group)
-        return super().step(batch)
 
 
 class GradientsKept(Trainer):
