@@ -7,9 +7,11 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from statistics import median
 from typing import Any, Self
 
 from cs336sys.accounting.derivation import Derived, Number, minimum, number_of, symbol, why
+from cs336sys.accounting.hardware import OverlapSlowdown
 from cs336sys.errors import UsageError
 from cs336sys.results.model import Cell
 from cs336sys.settings.operations import COLLECTIVES
@@ -174,6 +176,34 @@ def exposed_communication(medians_ms: Mapping[str, float], running_ms: float | N
             to_hide_ms = min(alone_ms, running_ms or alone_ms)
             hidden_percent = 100 * (1 - min(max(exposed_ms, 0), to_hide_ms) / to_hide_ms)
     return {"exposed_ms": exposed_ms, "exposed_percent": exposed_percent, "hidden_percent": hidden_percent}
+
+
+def measured_slowdown(cells: Sequence[Cell]) -> tuple[OverlapSlowdown, str]:
+    """Return how much communication and computing slow each other down, as medians over steps of ``ddp``, and a source.
+
+    A profile of a step says how long kernels ran, how long communication ran, and how long both ran at once. The same
+    step without communication, and communication alone, were timed, too. The time that kernels took longer in the
+    profile they lost while both ran. Steps launched by the CPU are left out, because a GPU also waits for launches, and
+    steps that send by copy engines, because those take no multiprocessors.
+    """
+    computing_speeds, communication_speeds = [], []
+    for cell in cells:
+        timeline, settings = cell.derived.get("timeline"), cell.configuration
+        is_replayed = cell.command == "ddp" and settings.get("cuda_graph") == "on"
+        has_parts = {"unsynchronized", "communication"} <= cell.samples.keys()
+        if not timeline or not is_replayed or not has_parts or settings.get("transport") == "copy-engines":
+            continue
+        overlap_ms, sending_ms = timeline["overlap_ms"], timeline["communication_ms"]
+        lost_ms = timeline["compute_ms"] - cell.samples["unsynchronized"].median
+        # Communication that runs mostly alone says nothing of this. Kernels lose between none and all of the time in
+        # which both run: what is outside of that was timed in noise.
+        if overlap_ms >= sending_ms / 2 and 0 <= lost_ms < overlap_ms:
+            computing_speeds.append(1 - lost_ms / overlap_ms)
+            communication_speeds.append(min(1.0, cell.samples["communication"].median / sending_ms))
+    if not computing_speeds:
+        return OverlapSlowdown(), "assumed: no step of ddp in CUDA graphs says more"
+    source = f"ddp, {len(computing_speeds)} steps in CUDA graphs"
+    return OverlapSlowdown(median(computing_speeds), median(communication_speeds)), source
 
 
 def ring_answers(size_bytes: int, devices: int, bytes_per_s: float) -> list[Derived]:

@@ -17,10 +17,11 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
 from cs336sys.accounting.communication import ring_all_gather_s, ring_all_reduce_s
-from cs336sys.accounting.derivation import Derived, Number, maximum, number_of, symbol, why
+from cs336sys.accounting.derivation import Derived, Expression, Number, maximum, number_of, symbol, why
 from cs336sys.accounting.sharding.partition import Mesh
 from cs336sys.errors import UsageError
 
@@ -214,7 +215,6 @@ def fastest_mesh(layer: Layer, devices: int) -> Mesh:
 
 # Parts of a problem, counted from 1.
 _FLOPS, _COMMUNICATION, _LIMIT, _SHARED_LIMIT = 1, 2, 3, 4
-_SHORT = {"forward": "fwd", "backward": "bwd"}
 
 # Problem tp_calcs (a). Every device i holds W1_i, W2_i (D, D_FF / N_TP) and W3_i (D_FF / N_TP, D).
 TP_BACKWARD = (
@@ -240,15 +240,24 @@ def parallelism_answers(strategy: str, layer: Layer, mesh: Mesh) -> list[Derived
     width, inner = symbol("D", layer.d_model), symbol("D_FF", layer.d_ff)
     rates = symbol("C", layer.flops_per_s), symbol("W", layer.bytes_per_s)
     named = Layer(symbol("B", layer.batch), width, inner, *rates, layer.element_bytes)
-    parallelism = PARALLELISMS[strategy]
+    record = PARALLELISMS[strategy]
     # An axis that a strategy does not use leaves no trace in its formulas.
-    axes = {axis: symbol(name, getattr(mesh, axis)) for axis, name in parallelism.axes.items()}
-    forward, backward = (
-        [*_computing(strategy, named, axes, which), *_communication_row(strategy, named, axes, which)]
-        for which in PASSES
-    )
-    limits = _mesh_limits(named) if parallelism.has_two_axes else _limits(strategy, named)
-    return [*forward, *backward, *_step_row(strategy, forward, backward), *limits]
+    axes = {axis: symbol(name, getattr(mesh, axis)) for axis, name in record.axes.items()}
+    rows: list[Derived] = []
+    times: list[list[Expression]] = []  # Of each pass its computing and, where there is any, communication.
+    for which, short in {"forward": "fwd", "backward": "bwd"}.items():
+        row = partial(_pass_row, strategy, which)
+        flops, reason = layer_flops(named, which, **axes), why("computing", which)
+        count = row("flops", "FLOPs of a device", flops, f"F_{short}", _FLOPS, reason=reason)
+        computing = row("s", "computing time", count.as_symbol() / named.flops_per_s, f"T_{short}")
+        communication = _communication_rows(strategy, named, axes, which, name=f"K_{short}")
+        rows += [count, computing, *communication]
+        times.append([computing.as_symbol(), *(row.as_symbol() for row in communication if row.symbol == f"K_{short}")])
+    overlapped, in_turn = sum(maximum(*of_pass) for of_pass in times), sum(chain(*times))
+    quantity, step_row = "both passes, communication overlapped with computing", partial(Derived, source=record.source)
+    rows.append(step_row(quantity, overlapped, "s", reason=why("overlapped_step")))
+    rows.append(step_row("both passes, nothing overlapped", in_turn, "s", reason=why("step_in_turn")))
+    return [*rows, *(_mesh_limits(named) if record.has_two_axes else _limits(strategy, named))]
 
 
 def _pass_row(
@@ -260,16 +269,8 @@ def _pass_row(
     return Derived(f"{quantity}, {which}", result, unit, name, source=record.source, question=question, **details)
 
 
-def _computing(strategy: str, layer: Layer, axes: Mapping[str, Any], which: str) -> list[Derived]:
-    """Return the rows of a pass's FLOPs, F_fwd or F_bwd, and of the seconds that they take, T_fwd or T_bwd."""
-    flops, short, reason = layer_flops(layer, which, **axes), _SHORT[which], why("computing", which)
-    count = _pass_row(strategy, which, "flops", "FLOPs of a device", flops, f"F_{short}", _FLOPS, reason=reason)
-    seconds = count.as_symbol() / layer.flops_per_s
-    return [count, _pass_row(strategy, which, "s", "computing time", seconds, f"T_{short}")]
-
-
-def _communication_row(strategy: str, layer: Layer, axes: Mapping[str, Any], which: str) -> list[Derived]:
-    """Return the communication times of a pass; K_fwd or K_bwd is the pass's, with axes overlapped.
+def _communication_rows(strategy: str, layer: Layer, axes: Mapping[str, Any], which: str, name: str) -> list[Derived]:
+    """Return the communication times of a pass; ``name`` is that of the pass's, with axes overlapped.
 
     ``axes`` are the devices of each axis, ``fsdp`` and ``tp`` as :func:`communication_s` takes them, as symbols.
     """
@@ -277,7 +278,6 @@ def _communication_row(strategy: str, layer: Layer, axes: Mapping[str, Any], whi
     if which not in parallelism.communicates:
         return []
     row = partial(_pass_row, strategy, which, "s", part=_COMMUNICATION)
-    name = f"K_{_SHORT[which]}"
     reasons = [why(f"along_{axis}", strategy, which) for axis in axes]
     if not parallelism.has_two_axes:
         return [row("communication time", communication_s(strategy, layer, which, **axes), name, reason=reasons[0])]
@@ -290,20 +290,6 @@ def _communication_row(strategy: str, layer: Layer, axes: Mapping[str, Any], whi
     quantity = "communication time, axes sharing the network"
     shared = row(quantity, sum(both), part=0, reason=why("shared_axes"))
     return [along_fsdp, along_tp, overlapped, shared]
-
-
-def _step_row(strategy: str, forward: list[Derived], backward: list[Derived]) -> list[Derived]:
-    """Return rows of the seconds of both passes, with and without overlap of computing and communication."""
-    names = "T_fwd", "K_fwd", "T_bwd", "K_bwd"
-    # Of each pass computing and, where there is any, communication.
-    passes = [[row.as_symbol() for row in rows if row.symbol in names] for rows in (forward, backward)]
-    row = partial(Derived, unit="s", source=PARALLELISMS[strategy].source)
-    overlapped, in_turn = sum(maximum(*times) for times in passes), sum(time for times in passes for time in times)
-    quantity = "both passes, communication overlapped with computing"
-    return [
-        row(quantity, overlapped, reason=why("overlapped_step")),
-        row("both passes, nothing overlapped", in_turn, reason=why("step_in_turn")),
-    ]
 
 
 def _limits(strategy: str, layer: Layer) -> list[Derived]:

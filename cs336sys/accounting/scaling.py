@@ -18,6 +18,7 @@ batch that does not fit passes in parts: each gathers and scatters anew, and ddp
 Source: 2026 handout, sections 8.2 to 8.5, with the whole model and two levels of bandwidth instead of one layer.
 """
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
@@ -25,7 +26,7 @@ from functools import cache
 from cs336sys.accounting.flops import count_parameters, model_flops, parameter_shapes
 from cs336sys.accounting.hardware import Cluster
 from cs336sys.accounting.memory import GIB
-from cs336sys.accounting.sharding.fsdp import sharded_units, step_communication
+from cs336sys.accounting.sharding.fsdp import all_gathered_bytes, sharded_units
 from cs336sys.accounting.sharding.partition import Mesh, heads_refusal
 from cs336sys.accounting.sharding.step import ShardedStep, rank_moments, rank_peak
 from cs336sys.accounting.sharding.tensor import TensorStep
@@ -197,16 +198,15 @@ def _fsdp_times(size: ModelSize, precision: str, mesh: Mesh, cluster: Cluster) -
     if mesh.fsdp == 1:
         return 0.0, 0.0, 0.0
     shapes = parameter_shapes(size)
-    communication = step_communication(shapes, ELEMENT_BYTES[precision], mesh.fsdp)
     # A ring's members are tp devices apart, and have a part of the layers.
     bytes_per_s = cluster.ring_bytes_per_s(mesh.fsdp, mesh.tp)
     seconds_per_byte = (mesh.fsdp - 1) / mesh.fsdp / mesh.tp / bytes_per_s
-    units = len(sharded_units(shapes))
-    calls_s = units * cluster.call_s
-    # all_gather counts both passes, and the unit kept between them once: a pass gathers half.
-    gather_s = communication.all_gather / 2 * seconds_per_byte + calls_s
-    scatter_s = communication.reduce_scatter * seconds_per_byte + calls_s
-    return gather_s, scatter_s, (gather_s + scatter_s) / units
+    units, e = sharded_units(shapes).values(), ELEMENT_BYTES[precision]
+    calls_s = len(units) * cluster.call_s
+    # Both passes are counted, and the unit kept between them once: a pass gathers half.
+    gather_s = all_gathered_bytes(shapes, e, mesh.fsdp) / 2 * seconds_per_byte + calls_s
+    scatter_s = e * sum(math.prod(shape) for unit in units for shape in unit) * seconds_per_byte + calls_s
+    return gather_s, scatter_s, (gather_s + scatter_s) / len(units)
 
 
 def _ddp_s(size: ModelSize, gradients: str, mesh: Mesh, cluster: Cluster) -> float:

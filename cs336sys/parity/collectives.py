@@ -2,13 +2,14 @@
 
 import contextlib
 import itertools
+import pickle
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 import torch.distributed as dist
@@ -105,6 +106,15 @@ class CollectiveMode(DispatchMode):
         return result
 
 
+def read_log(path: str) -> list[CollectiveLaunch]:
+    """Return the launches in a rank's log, as far as it was written."""
+    launches = []
+    with contextlib.suppress(OSError, EOFError, pickle.UnpicklingError), open(path, "rb") as log:
+        while True:
+            launches.append(pickle.load(log))
+    return launches
+
+
 def first_disagreement(rank_launches: Sequence[Sequence[CollectiveLaunch]]) -> tuple[str, CollectiveLaunch] | None:
     """Compare the collectives of all ranks, group by group, in the order of their launches.
 
@@ -120,23 +130,24 @@ def first_disagreement(rank_launches: Sequence[Sequence[CollectiveLaunch]]) -> t
             if not launch.is_point_to_point:
                 members = launch.ranks or all_ranks
                 launches_by_group.setdefault(members, {member: [] for member in members})[rank].append(launch)
-    for group_launches in launches_by_group.values():
-        for launched in itertools.zip_longest(*group_launches.values()):  # None where a rank launched fewer.
-            if len({launch and launch.signature for launch in launched}) > 1:
-                return _describe_disagreement(dict(zip(group_launches, launched, strict=True)))
-    return None
-
-
-def _describe_disagreement(launched: dict[int, CollectiveLaunch | None]) -> tuple[str, CollectiveLaunch]:
-    """Say what ranks launch that is not the same, and return the launch of the last of them that has one."""
+    moments = (
+        dict(zip(group, launched, strict=True))  # By rank; None where one launched fewer.
+        for group in launches_by_group.values()
+        for launched in itertools.zip_longest(*group.values())
+    )
+    for launched in moments:
+        if len({launch and launch.signature for launch in launched.values()}) > 1:
+            break
+    else:
+        return None
     missing = ", ".join(str(rank) for rank, launch in launched.items() if launch is None)
     present = {rank: launch for rank, launch in launched.items() if launch}
     last = [*present.values()][-1]
     if missing:
         where = f"the {last.description} of {last.phase} in step {last.step + 1}"
         return f"rank {missing} does not launch {where} that the others wait in", last
-    launches = ", ".join(f"rank {rank} launches {launch.description}" for rank, launch in present.items())
-    return f"the ranks' collectives differ: {launches}", last
+    described = ", ".join(f"rank {rank} launches {launch.description}" for rank, launch in present.items())
+    return f"the ranks' collectives differ: {described}", last
 
 
 class CollectiveWatcher(CollectiveMode):
@@ -152,7 +163,10 @@ class CollectiveWatcher(CollectiveMode):
         dtypes: of matrix products (``compute``), and of floating point numbers that were sent (``send``), in steps:
             what a wrap does once, such as broadcasting weights, is not training.
         waiting: parameters whose gradients the present backward pass has yet to complete, by name.
+        log: where launches are written before they begin: all that is left of a rank that dies.
     """
+
+    log: BinaryIO | None = None
 
     def __init__(self, files: list[Path], is_late: bool) -> None:
         super().__init__()
@@ -192,7 +206,11 @@ class CollectiveWatcher(CollectiveMode):
         elements = max(sum(tensor.numel() for tensor in part) for part in tensor_lists)
         dtype = str(tensors[0].dtype).removeprefix("torch.")
         line, incomplete = self._line(), self._incomplete(tensors)
-        self.launches.append(CollectiveLaunch(name, elements, dtype, self.step, self.phase, line, incomplete, ranks))
+        launch = CollectiveLaunch(name, elements, dtype, self.step, self.phase, line, incomplete, ranks)
+        self.launches.append(launch)
+        if self.log is not None:
+            pickle.dump(launch, self.log)
+            self.log.flush()
 
     def _line(self) -> str:
         """Return the innermost line of the user's files on the stack."""

@@ -5,9 +5,7 @@ expert: each differs in every order.
 """
 
 import operator
-import random
-import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -17,6 +15,7 @@ from torch.utils._pytree import tree_map_only
 
 from cs336sys.parity.record import clone
 from cs336sys.parity.training import run_steps
+from cs336sys.training.step import draw_alike, random_state
 
 
 @dataclass(frozen=True)
@@ -53,18 +52,11 @@ def train_in_order(step: Any, model: nn.Module, warmup: int, order: Order) -> Tr
     """
     # For Trained.start, before training overwrites them.
     start = str([tensor.sum(dtype=torch.float64).item() for tensor in (*model.parameters(), *model.buffers())])
-    passes = _Passes(step, order)
+    passes = _Passes(step, model, order)
     step.phases = {"passes": passes.run, "optimizer": step.optimizer_step}
-    gradients: dict[str, Tensor] = {}
-
-    def keep_gradients() -> None:
-        present = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
-        gradients.update({name: clone(gradient) for name, gradient in present.items()})
-
-    note_step = partial(setattr, passes, "step_number")  # Called with the number: each step draws its own numbers.
-    losses = run_steps(step, warmup, begin=note_step, before_update=keep_gradients)
+    losses = run_steps(step, warmup, begin=partial(setattr, passes, "step_number"))
     weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    return Trained(weights, losses, gradients, passes.draws, start)
+    return Trained(weights, losses, passes.gradients, passes.draws, start)
 
 
 @dataclass
@@ -72,9 +64,11 @@ class _Passes:
     """The passes of a step, of one part of the batch after another, whose gradients are averaged."""
 
     step: Any
+    model: nn.Module
     order: Order
-    step_number: int = 0  # From 1; 0 in the warm-up.
+    step_number: int = 0  # From 1; 0 in the warm-up. Each step draws its own numbers.
     draws: bool = False  # Whether they drew random numbers.
+    gradients: dict[str, Tensor] = field(default_factory=dict)  # Of the first step.
 
     def run(self) -> None:
         """Run forward and backward passes of all parts, and average losses and gradients."""
@@ -102,20 +96,6 @@ class _Passes:
             for parameter in step.model.parameters():
                 if parameter.grad is not None:
                     parameter.grad.mul_(factor)
-
-
-def draw_alike(step: int, rank: int) -> None:
-    """Let the random numbers of a step be those that every process draws for this rank's share of its batch."""
-    seed = 1_000_003 * step + rank  # Another for every rank and step, as there are fewer ranks.
-    torch.manual_seed(seed)
-    random.seed(seed)
-    if "numpy" in sys.modules:  # Else nobody draws from it.
-        sys.modules["numpy"].random.seed(seed)
-
-
-def random_state(device: torch.device) -> Any:
-    """Return the states of all generators of random numbers: they differ once a number was drawn."""
-    numpy = sys.modules.get("numpy")
-    gpu_state = torch.cuda.get_rng_state(device).tolist() if device.type == "cuda" else None
-    numpy_state = str(numpy.random.get_state()) if numpy is not None else None
-    return torch.get_rng_state().tolist(), gpu_state, random.getstate(), numpy_state
+        if self.step_number == 1:
+            named = self.model.named_parameters()
+            self.gradients = {name: clone(parameter.grad) for name, parameter in named if parameter.grad is not None}

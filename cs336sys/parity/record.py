@@ -11,6 +11,7 @@ from torch import Tensor
 
 from cs336sys.parity.collectives import CollectiveLaunch
 from cs336sys.parity.optimizers import OptimizerSpec
+from cs336sys.training.checkpoints import first_tensor
 
 
 @dataclass
@@ -20,7 +21,8 @@ class Record:
     # By kind (start, gradient, loss, weight, state, norm, evaluation, buffer) and step from 1, in the order of time. Of
     # the optimizer's state names are ``layers.0.weight exp_avg``, and of numbers empty.
     moments: dict[tuple[str, int], dict[str, Tensor]] = field(default_factory=dict)
-    outputs: dict[str, Tensor] = field(default_factory=dict)  # Of modules, in the first forward pass, where watched.
+    # Of modules, in the first forward pass, where watched; under the empty name the first tensor that the model gets.
+    outputs: dict[str, Tensor] = field(default_factory=dict)
     rates: dict[int, tuple[float, ...]] = field(default_factory=dict)  # Learning rates of groups after each step.
 
     def add_number(self, kind: str, step: int, value: float) -> None:
@@ -69,16 +71,16 @@ def clone(tensor: Any) -> Tensor:
 
 @contextlib.contextmanager
 def captured_outputs(model: torch.nn.Module, outputs: dict[str, Tensor]) -> Iterator[None]:
-    """Keep what each module within the model returns in its first call meanwhile, where that is one tensor."""
+    """Keep what the model gets in its first call meanwhile, and what modules within it return, if one tensor."""
 
-    def keep_output(name: str, module: Any, args: Any, output: Any) -> None:
-        if isinstance(output, Tensor) and name not in outputs:
-            outputs[name] = clone(output)
+    def keep(name: str, module: Any, args: Any, kwargs: Any, output: Any) -> None:
+        value = output if name else first_tensor((args, kwargs))
+        if isinstance(value, Tensor) and name not in outputs:
+            outputs[name] = clone(value)
 
     with contextlib.ExitStack() as hooks:
         for name, module in model.named_modules():
-            if name:
-                hooks.enter_context(module.register_forward_hook(partial(keep_output, name)))
+            hooks.enter_context(module.register_forward_hook(partial(keep, name), with_kwargs=True))
         yield
 
 

@@ -105,19 +105,16 @@ class TensorComparison:
         A gradient that is zero but for rounding, as a key's bias has, differs each time, and Adam makes a step of it.
         ``others_of`` gives the same weight or gradient of the reference, in other orders or with the loss scaled.
         """
-        return [name for name in self.far if self._explains(name, others_of(name))]
-
-    def _explains(self, name: str, others: Iterable[Tensor]) -> bool:
-        """Return whether the trained tensor is as near to one of ``others`` as these are to the expected one."""
-        trained, expected = self.far[name]
-        distance = self.distances[name]
-        if not math.isfinite(distance.off):
-            return False
-        repeated, nearest = 0.0, distance.off
-        for other in others:
-            repeated = max(repeated, norm(other - expected))
-            nearest = min(nearest, norm(other - trained))
-        return nearest <= self._rounding.allowed(distance.moved, repeated)
+        explained = []
+        for name, (trained, expected) in self.far.items():
+            distance, repeated = self.distances[name], 0.0
+            nearest = distance.off  # Of the reference in any order.
+            for other in others_of(name) if math.isfinite(distance.off) else ():
+                repeated = max(repeated, norm(other - expected))
+                nearest = min(nearest, norm(other - trained))
+            if math.isfinite(nearest) and nearest <= self._rounding.allowed(distance.moved, repeated):
+                explained.append(name)
+        return explained
 
     def farthest(self, num_layers: int, explained: Collection[str] = ()) -> WeightDifference:
         """Return the difference of the parameter that is farthest off, those ``explained`` aside."""

@@ -258,7 +258,9 @@ def _hides(scores: Tensor) -> bool:
 def causal_pairs(queries: int, keys: int) -> int:
     """Return the pairs of ``is_causal=True``: of a square half, by the papers' convention, else the visible ones."""
     square = min(queries, keys)  # Query i sees keys 0 to i.
-    return square * square // 2 if queries == keys else square * (square + 1) // 2 + max(0, queries - keys) * keys
+    if queries == keys:
+        return (square * square + 1) // 2  # Of a single pair all.
+    return square * (square + 1) // 2 + max(0, queries - keys) * keys
 
 
 def visible_pairs(visible: Tensor) -> int:

@@ -163,15 +163,8 @@ def _plain_model(workload: Workload) -> nn.Module:
     size = workload.size
     if workload.user.model is not None:
         return user_models.build(workload.user.model, size)
-    return cs336_basics.model.BasicsTransformerLM(
-        vocab_size=size.vocab_size,
-        context_length=size.context,
-        d_model=size.d_model,
-        num_layers=size.num_layers,
-        num_heads=size.num_heads,
-        d_ff=size.d_ff,
-        rope_theta=10_000.0,
-    )
+    settings = {name: getattr(size, name) for name in ("vocab_size", "d_model", "num_layers", "num_heads", "d_ff")}
+    return cs336_basics.model.BasicsTransformerLM(**settings, context_length=size.context, rope_theta=10_000.0)
 
 
 def blocks_of(workload: Workload, model: nn.Module) -> dict[str, nn.Module]:

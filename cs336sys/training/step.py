@@ -3,6 +3,8 @@
 import contextlib
 import functools
 import math
+import random
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -285,6 +287,23 @@ def set_matmul_precision(workload: Workload) -> None:
     warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")
     # torch warns once that autograd's thread had no context before its first matrix product, which is harmless.
     warnings.filterwarnings("ignore", message=".*no current CUDA context")
+
+
+def draw_alike(step: int, rank: int) -> None:
+    """Let the random numbers of a step be those that every process draws for this rank's share of its batch."""
+    seed = 1_000_003 * step + rank  # Another for every rank and step, as there are fewer ranks.
+    torch.manual_seed(seed)
+    random.seed(seed)
+    if "numpy" in sys.modules:  # Else nobody draws from it.
+        sys.modules["numpy"].random.seed(seed)
+
+
+def random_state(device: torch.device) -> Any:
+    """Return the states of all generators of random numbers: they differ once a number was drawn."""
+    numpy = sys.modules.get("numpy")
+    gpu_state = torch.cuda.get_rng_state(device).tolist() if device.type == "cuda" else None
+    numpy_state = str(numpy.random.get_state()) if numpy is not None else None
+    return torch.get_rng_state().tolist(), gpu_state, random.getstate(), numpy_state
 
 
 def time_steps(

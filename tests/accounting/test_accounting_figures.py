@@ -8,7 +8,7 @@ of a model whose dimensions share few factors, with rates that all differ.
 # ruff: noqa: F401
 
 import math
-from dataclasses import astuple, fields, replace
+from dataclasses import fields, replace
 
 from written_figures import figures_test, outcome
 
@@ -167,9 +167,9 @@ def terms(done):
     return {**done.phases, "launches": done.launches}
 
 
-def recomputed(checkpointing):
+def recomputed(checkpointing, attention="flash", precision="bf16"):
     """Return what checkpoints add to the backward pass."""
-    workload = training(precision="bf16", attention="flash")
+    workload = training(precision=precision, attention=attention)
     added, before = (work.step_work(workload, name).backward for name in (checkpointing, "none"))
     return {term: amount - before[term] for term, amount in added.items() if amount != before[term]}
 

@@ -16,13 +16,14 @@ from written_figures import figures_test
 
 from cs336sys.parity import rounding, training, weights
 from cs336sys.parity.collectives import FUNCTIONAL, LATE_S, OBSERVED, CollectiveLaunch, first_disagreement
-from cs336sys.parity.orders import Order, draw_alike, random_state
+from cs336sys.parity.orders import Order
 from cs336sys.parity.record import assemble, model_name
 from cs336sys.parity.rounding import Rounding, rounding_in, stay_near, tolerance
 from cs336sys.parity.step import Checked
 from cs336sys.parity.weights import Distance, TensorComparison, WeightDifference, rounding_note
 from cs336sys.settings.sizes import choose_size
 from cs336sys.settings.training import Workload
+from cs336sys.training.step import draw_alike, random_state
 
 TINY = choose_size("tiny")
 WRAPPERS = (

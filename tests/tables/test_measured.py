@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from written_figures import outcome, read_figures, rows_of, write_figures
 
+from cs336sys.accounting.communication import measured_slowdown
 from cs336sys.accounting.flops import count_parameters, model_flops
 from cs336sys.commands.account.rates import (
     compare_with_measured,
@@ -21,7 +22,6 @@ from cs336sys.commands.account.rates import (
     measured_device_time,
     measured_flops,
     measured_ranks,
-    measured_slowdown,
     read_measured,
 )
 from cs336sys.errors import UsageError

@@ -180,6 +180,7 @@ def test_flops_of_attention_count_the_pairs_that_a_mask_shows(model, pairs):
     assert counted["flops"] == 3 * 2 * SIZE.batch_size * (layers + 2 * pairs * SIZE.d_model)
     assert counted["flops_are_upper_bound"] == model.startswith("padding")
     assert any("an upper bound" in note for note in counted["notes"]) == model.startswith("padding")
+    assert flop_counting.visible_pairs(torch.ones(2, 1, 1, dtype=torch.bool)) == 2, "one pair each"
 
 
 @needs_transformers

@@ -10,7 +10,7 @@ the number of parameters, ``W`` that of ranks, ``e`` the bytes of a gathered ele
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from cs336sys.accounting.flops import parameter_shapes
 from cs336sys.accounting.memory import TrainingState
@@ -65,29 +65,12 @@ def gathered_bytes(size: ModelSize, element_bytes: int, world_size: int) -> Mapp
     }
 
 
-def most_gathered(unit_bytes: Sequence[int], prefetch: int, keep_gathered: int = 0) -> int:
-    """Return the most bytes gathered at once: a unit in use, those fetched ahead in either direction, those that stay.
+class FullShardingPeak(NamedTuple):
+    """An upper bound of what a rank holds in a step besides its state and activations, in bytes."""
 
-    These are the last unit, and ``keep_gathered`` before it, until the backward pass has come through them.
-    """
-    # At the last unit all of those that stay are there, and what it fetches ahead is among them.
-    at_last = 1 + max(prefetch, keep_gathered)
-    return max(_widest(unit_bytes, 1 + prefetch), sum(unit_bytes[-at_last:]))
-
-
-@dataclass(frozen=True)
-class FullShardingPeak:
-    """An upper bound of what a rank holds in a step besides its state and activations, in bytes.
-
-    Attributes:
-        gathered: weights in use, fetched ahead, and staying.
-        whole_gradients: of the unit whose backward pass runs, and of the one before it, which are being averaged.
-        received: where those arrive.
-    """
-
-    gathered: int
-    whole_gradients: int
-    received: int
+    gathered: int  # Weights in use, fetched ahead, and staying.
+    whole_gradients: int  # Of the unit whose backward pass runs, and of the one before it, which are being averaged.
+    received: int  # Where those arrive.
 
 
 @functools.lru_cache(maxsize=1024)
@@ -104,57 +87,37 @@ def fully_sharded_peak(
     buffered = [[shape for shape in shapes if element_bytes < 4 or shape[0] % world_size] for shapes in units]
     buffer_bytes = [sum(padded_bytes(shape, element_bytes, world_size) for shape in shapes) for shapes in buffered]
     unit_bytes = list(gathered_bytes(size, element_bytes, world_size).values())
-    gathered = most_gathered(unit_bytes, prefetch, keep_gathered)
+    # A unit in use and those fetched ahead in either direction, or at the last unit those that stay until the backward
+    # pass has come through them: what it fetches ahead is among them.
+    at_last = 1 + max(prefetch, keep_gathered)
+    gathered = max(_widest(unit_bytes, 1 + prefetch), sum(unit_bytes[-at_last:]))
     # While a unit's backward pass runs, the gradients of the one before it are still being averaged.
     whole_gradients = _widest(gradient_bytes, count=2)
     return FullShardingPeak(gathered, whole_gradients, received=max(buffer_bytes))
 
 
-@dataclass(frozen=True)
-class StepCommunication:
-    """Communication of a step in bytes of whole arrays: results of all-gathers, inputs of the others.
-
-    Attributes:
-        all_gather: weights, before forward and before backward.
-        reduce_scatter: gradients; in half precision exchanged, which sends as much.
-        all_reduce: gradients of replicated parameters.
-    """
-
-    all_gather: int = 0
-    reduce_scatter: int = 0
-    all_reduce: int = 0
-
-    def sent_bytes(self, world_size: int) -> float:
-        """Return what each rank sends: ``(W - 1) / W`` of what is gathered or scattered, of all-reduces twice that."""
-        return (world_size - 1) / world_size * (self.all_gather + self.reduce_scatter + 2 * self.all_reduce)
-
-
-def step_communication(
-    shapes: Shapes, element_bytes: int, world_size: int, keep_gathered: int = 0
-) -> StepCommunication:
-    """Count a training step with or without activation checkpointing, which finds the weights gathered.
+def all_gathered_bytes(shapes: Shapes, element_bytes: int, world_size: int, keep_gathered: int = 0) -> int:
+    """Count the bytes of whole weights that all-gathers of a step return, with or without activation checkpointing.
 
     Every unit is gathered forward and backward but the last, which is kept between, and those before it that are, too:
-    ``2 e N`` less one LM head and ``keep_gathered`` blocks. The gradients of all are averaged once, ``e N``.
+    ``2 e N`` less one LM head and ``keep_gathered`` blocks.
     """
     units = sharded_units(shapes).values()
     gathers = [sum(padded_bytes(shape, element_bytes, world_size) for shape in unit) for unit in units]
-    elements = sum(math.prod(shape) for unit in units for shape in unit)
-    all_gather = 2 * sum(gathers) - sum(gathers[-1 - keep_gathered :])
-    all_reduce = 4 * replicated_elements(shapes)  # Norms are fp32.
-    return StepCommunication(all_gather, reduce_scatter=element_bytes * elements, all_reduce=all_reduce)
+    return 2 * sum(gathers) - sum(gathers[-1 - keep_gathered :])
 
 
 def most_sent_bytes(shapes: Shapes, element_bytes: int, world_size: int, keep_gathered: int = 0) -> float:
     """Return the bytes that the last rank sends in a step: it keeps the fewest rows of gradients, and sends the most.
 
-    Where ranks hold equally many rows it is :meth:`StepCommunication.sent_bytes` of every rank.
+    Of all-gathers ``(W - 1) / W``, of the all-reduce of the norms' fp32 gradients twice that, and of reduce-scatters
+    (in half precision an exchange of as many bytes) the rows that belong to others.
     """
-    communication = step_communication(shapes, element_bytes, world_size, keep_gathered)
-    # Of reduce-scatters count the rows that belong to others, in place of (W - 1) / W.
+    gathered = all_gathered_bytes(shapes, element_bytes, world_size, keep_gathered)
     matrices, last = [shape for shape in shapes.values() if len(shape) > 1], world_size - 1
     elements = sum((shape[0] - len(own_rows(shape[0], last, world_size))) * math.prod(shape[1:]) for shape in matrices)
-    return replace(communication, reduce_scatter=0).sent_bytes(world_size) + element_bytes * elements
+    reduced = 2 * 4 * replicated_elements(shapes)
+    return (world_size - 1) / world_size * (gathered + reduced) + element_bytes * elements
 
 
 def _widest(values: Sequence[int], count: int) -> int:

@@ -341,38 +341,55 @@ def rank_peak(step: ShardedStep) -> PeakMemory:
     return max(rank_moments(step), key=lambda moment: moment.total)
 
 
-def rank_moments(step: ShardedStep) -> list[PeakMemory]:
-    """Return the moments of a step that can be its peak, on the fullest rank; an upper bound for ``fsdp``.
+def widest_blocks(step: ShardedStep) -> list[SavedBlocks]:
+    """Return the blocks at which a backward pass may be the widest, where that may be any; else none."""
+    if not step.strategy_record.reduces_slices or step.checkpointing != "none":
+        return []
+    layers = step.size.num_layers
+    # Until buckets are full, a block may leave more gradients than it frees.
+    return [SavedBlocks(block, block, name=f"block {block} of {layers}") for block in range(layers, 0, -1)]
 
-    They are those of :func:`~cs336sys.accounting.memory.widest_moments`, with what this rank has of the state, and of a
-    step after the first: the optimizer's state exists. Buffers count as activations, master parameters as parameters.
-    """
-    state, layers = fullest_state(step), step.size.num_layers
-    parameters = state.parameters + state.master_parameters
-    optimizer_state = state.optimizer_state if step.updates_parameters else 0
-    at_blocks = []
-    if step.strategy_record.reduces_slices and step.checkpointing == "none":
-        # Until buckets are full, a block may leave more gradients than it frees: the widest may be any.
-        at_blocks = [SavedBlocks(block, block, name=f"block {block} of {layers}") for block in range(layers, 0, -1)]
+
+def rank_moments(step: ShardedStep) -> list[PeakMemory]:
+    """Return the moments of an eager step that can be its peak, on the fullest rank; an upper bound for ``fsdp``."""
     # Ring attention keeps no scores, whatever computes its blocks; all-to-all attention that does has no known peak.
     attention = "flash" if step.strategy_record.splits_sequences else step.attention
     settings = step.share, step.precision, step.mode, attention, step.checkpointing
-    moments = []
-    for moment in memory.widest_moments(*settings, autocast=step.uses_autocast, at_blocks=at_blocks):
-        gradients, buffers = _gradients_and_buffers(step, state, moment)
-        activation_bytes = moment.activations + buffers
-        moments.append(PeakMemory(moment.moment, parameters, gradients, optimizer_state, activation_bytes))
+    moments = memory.widest_moments(*settings, autocast=step.uses_autocast, at_blocks=widest_blocks(step))
+    moments_of_rank = shared_moments(step, moments, step.computed_bytes)
     if step.strategy_record.uses_torch_ddp:
         # DDP orders its buckets by the first backward pass: the second step begins with the old ones next to the new.
-        activation_bytes = memory.always_held_bytes(step.share) + state.gradients
-        moments.append(PeakMemory("new buckets", parameters, state.gradients, optimizer_state, activation_bytes))
-    return moments
+        last, gradients = moments_of_rank[-1], fullest_state(step).gradients
+        activation_bytes = memory.always_held_bytes(step.share) + gradients
+        new_buckets = replace(last, moment="new buckets", gradients=gradients, activations=activation_bytes)
+        moments_of_rank.append(new_buckets)
+    return moments_of_rank
 
 
-def _gradients_and_buffers(step: ShardedStep, state: TrainingState, moment: PeakMemory) -> tuple[int, int]:
-    """Return the bytes of gradients that this rank keeps, and of whole gradients and gathered weights under way."""
-    # By the moment, that of a rank that shares nothing: how many of all elements have their gradients by then.
-    count, done = count_parameters(step.size), moment.gradients // step.computed_bytes
+def shared_moments(step: ShardedStep, moments: Sequence[PeakMemory], gradient_bytes: int) -> list[PeakMemory]:
+    """Give moments of a rank that shares nothing what the fullest rank has of the state, and what is under way.
+
+    They are of a step after the first: the optimizer's state exists. Buffers count as activations, master parameters as
+    parameters. ``gradient_bytes`` is what the moments count for an element of the gradients.
+    """
+    state = fullest_state(step)
+    parameters = state.parameters + state.master_parameters
+    optimizer_state = state.optimizer_state if step.updates_parameters else 0
+    moments_of_rank = []
+    for moment in moments:
+        done = moment.gradients // gradient_bytes  # How many of all elements have their gradients by then.
+        gradients, buffers = _gradients_and_buffers(step, state, done, is_update=moment.moment == "optimizer")
+        activation_bytes = moment.activations + buffers
+        moments_of_rank.append(PeakMemory(moment.moment, parameters, gradients, optimizer_state, activation_bytes))
+    return moments_of_rank
+
+
+def _gradients_and_buffers(step: ShardedStep, state: TrainingState, done: int, *, is_update: bool) -> tuple[int, int]:
+    """Return the bytes of gradients that this rank keeps, and of whole gradients and gathered weights under way.
+
+    ``done`` elements of the model have their gradients; in the optimizer's step (``is_update``) none is under way.
+    """
+    count = count_parameters(step.size)
     if step.strategy_record.uses_torch_ddp:
         return state.gradients, 0  # Views of its buckets, which exist from the start.
     if step.strategy_record.reduces_slices:
@@ -381,7 +398,7 @@ def _gradients_and_buffers(step: ShardedStep, state: TrainingState, moment: Peak
         full, filling = divmod(done, bucket)
         if done < count:  # The bucket that fills has no slices yet; at the end the last is reduced, full or not.
             done = full * bucket
-        under_way = 0 if moment.moment == "optimizer" else step.parameter_bytes * (filling + min(full, 2) * bucket)
+        under_way = 0 if is_update else step.parameter_bytes * (filling + min(full, 2) * bucket)
         return state.gradients * done // count, under_way
     kept = state.gradients * done // count
     # Units are gathered in both passes, which are over once all gradients are done. Whole gradients and what ranks have

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from cs336sys.accounting.checkpointing import SavedBlocks, saved_schedule
 from cs336sys.accounting.flops import parameter_shapes
 from cs336sys.accounting.memory import PeakMemory, TrainingState
-from cs336sys.accounting.sharding.fsdp import StepCommunication, most_sent_bytes
+from cs336sys.accounting.sharding.fsdp import most_sent_bytes
 from cs336sys.accounting.sharding.partition import cut_dimension, own_part, own_rows
 from cs336sys.settings.choices import ATTENTION
 from cs336sys.settings.sizes import ELEMENT_BYTES, ModelSize
@@ -75,7 +75,7 @@ class TensorStep(HasStrategy):
         if self.strategy_record.gathers_ahead:
             return self.sent_for_layers + most_sent_bytes(self.shapes, ELEMENT_BYTES[self.precision], self.data_ranks)
         elements = sum(map(math.prod, self.shapes.values())) if self.strategy_record.outer == "ddp" else 0
-        return self.sent_for_layers + StepCommunication(all_reduce=4 * elements).sent_bytes(self.data_ranks)
+        return self.sent_for_layers + (self.data_ranks - 1) / self.data_ranks * 2 * 4 * elements
 
     @property
     def sent_for_layers(self) -> float:

@@ -5,15 +5,15 @@ Eager steps, fused ones and shared states have formulas of their own (:mod:`cs33
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 from cs336sys.accounting.checkpointing import SavedBlocks, kept_blocks, saved_schedule
 from cs336sys.accounting.flops import count_parameters, parameter_shapes
 from cs336sys.accounting.fused import FusedStep
 from cs336sys.accounting.memory import PeakMemory, always_held_bytes, largest_parameter
-from cs336sys.accounting.sharding.fsdp import fully_sharded_peak
 from cs336sys.accounting.sharding.selective_checkpointing import kept_moments
-from cs336sys.accounting.sharding.step import ShardedStep, fullest_state, rank_moments
+from cs336sys.accounting.sharding.step import ShardedStep, rank_moments, shared_moments, widest_blocks
 from cs336sys.accounting.step_time.prediction import StepConfiguration
 from cs336sys.settings.sizes import ELEMENT_BYTES, ModelSize
 from cs336sys.settings.training import Workload
@@ -91,21 +91,22 @@ def step_moments(configuration: StepConfiguration) -> list[PeakMemory]:
     settings = training.precision, training.attention, checkpointing
     if kept_blocks(checkpointing) is not None:  # These moments count the other ranks' parts of the batch already.
         return kept_moments(ShardedStep("fsdp", whole, ranks, *settings, state_dtype=training.state_dtype))
+    step = ShardedStep(strategy or "none", whole, ranks, *settings)
     record, is_eager = configuration.strategy_record, not (training.is_compiled or training.is_fused)
     gathered = record.gathers_ahead and ranks > 1
     # Fused blocks whose weights are gathered have no copies of them, and save what compiled ones do.
     if training.is_compiled or (gathered and training.is_fused):
-        moments = _compiled_moments(training, checkpointing, gathers_weights=gathered)
+        moments = _compiled_moments(training, checkpointing, widest_blocks(step), gathers_weights=gathered)
     elif is_eager and strategy is not None:
-        moments = rank_moments(ShardedStep(strategy, whole, ranks, *settings))
+        moments = rank_moments(step)
     else:
         moments = training.widest_moments(checkpointing)
     if strategy is None:
         return moments
     if not record.shares_updates:
         moments = _averaged(moments, configuration)
-    elif not is_eager:
-        moments = _shared(moments, configuration, whole)  # Those of an eager step are of a rank already.
+    elif not is_eager:  # Those of an eager step are of a rank already.
+        moments = shared_moments(step, moments, gradient_bytes=4)
     # Every rank holds the other ranks' parts of the batch, too: two int64 a token.
     other_bytes = 16 * training.size.tokens * (ranks - 1)
     return [replace(moment, activations=moment.activations + other_bytes) for moment in moments]
@@ -142,26 +143,10 @@ def _averaged(moments: list[PeakMemory], configuration: StepConfiguration) -> li
     return [*moments, sent]
 
 
-def _shared(moments: list[PeakMemory], configuration: StepConfiguration, whole: ModelSize) -> list[PeakMemory]:
-    """Give moments of a rank that shares nothing this rank's part of the state, and what is gathered or under way."""
-    training, ranks = configuration.training, configuration.world_size
-    step = ShardedStep(configuration.strategy or "none", whole, ranks, training.precision, training.attention)
-    state, count = fullest_state(step), count_parameters(training.size)
-    parameters = state.parameters + state.master_parameters
-    under_way = fully_sharded_peak(training.size, step.computed_bytes, ranks)
-    moments_of_rank = []
-    for moment in moments:
-        done = moment.gradients / (4 * count)  # The part of the gradients, which are fp32 here, that exists by then.
-        gradients, activations = round(state.gradients * done), moment.activations
-        # Weights are gathered in both passes, whole gradients exist in the backward pass alone.
-        if step.strategy_record.gathers_ahead and done < 1:
-            activations += under_way.gathered + (under_way.whole_gradients + under_way.received if done else 0)
-        moments_of_rank.append(PeakMemory(moment.moment, parameters, gradients, state.optimizer_state, activations))
-    return moments_of_rank
-
-
-def _compiled_moments(training: Workload, checkpointing: str, *, gathers_weights: bool) -> list[PeakMemory]:
-    """Return the moments of a compiled step that can be its peak.
+def _compiled_moments(
+    training: Workload, checkpointing: str, at_blocks: Sequence[SavedBlocks], *, gathers_weights: bool
+) -> list[PeakMemory]:
+    """Return the moments of a compiled step that can be its peak; without ``at_blocks``, at those of its checkpoints.
 
     A block saves what a fused one without copies of weights does: inputs of both norms in fp32 and their outputs, q, k,
     v, attention's output, gate, up and their product, casts of the weights (:attr:`.FusedStep.block`). Reference
@@ -169,7 +154,7 @@ def _compiled_moments(training: Workload, checkpointing: str, *, gathers_weights
     casts to save, and the residual stream is in half precision, too.
 
     - Loss: everything saved; the last norm's input and output; logits, their gradient in fp32 and its cast.
-    - First and last block of the backward pass: gradients of those after it, of the stream (fp32), twice its gate's.
+    - Blocks of the backward pass: gradients of those after it, of the stream (fp32), twice its gate's.
     - Optimizer: all gradients; the course's AdamW makes a temporary of one parameter.
     """
     size, count = training.size, count_parameters(training.size)
@@ -185,14 +170,14 @@ def _compiled_moments(training: Workload, checkpointing: str, *, gathers_weights
     def saved_bytes(blocks: SavedBlocks) -> int:
         return blocks.saved * block + blocks.inputs * 4 * stream
 
-    at_loss, at_blocks = saved_schedule(checkpointing, size.num_layers)
+    at_loss, checkpointed_blocks = saved_schedule(checkpointing, size.num_layers)
     head_cast = 2 * step.head if e == 2 and not gathers_weights else 0
     around_loss = (4 + e) * stream + (4 + 2 * e) * logits + head_cast
     if training.is_compiled_whole:
         # Logits and their gradient once more, which the loss, compiled by itself, gets from the model.
         around_loss += 2 * e * logits
     moments = [("loss", 0, saved_bytes(at_loss) + around_loss)]
-    for blocks in at_blocks:
+    for blocks in at_blocks or checkpointed_blocks:
         gradients = 4 * (step.head + (size.num_layers - blocks.block) * step.block_matrices)
         moments.append((f"backward, {blocks.name}", gradients, saved_bytes(blocks) + 4 * stream + 2 * e * size.inner))
     # The course's AdamW's, or what the end of the backward pass leaves: the gradient of the embedded tokens.

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import Self
 
 from cs336sys.accounting.hardware import Ceilings, Datasheet, datasheet
 from cs336sys.accounting.step_time.work import TERMS
@@ -146,8 +146,9 @@ def read_rates(path: Path) -> Rates:
     """Read a file that ``doctor --ceilings`` or ``tools/fit_rates.py --write`` wrote, and refuse any other."""
     try:
         text = path.read_text()
-        is_of_ceilings = '"tflops"' in text  # Rates have no such key.
-        return _by_ceilings(Ceilings.from_json(json.loads(text))) if is_of_ceilings else Rates.from_json(text)
+        if '"tflops"' not in text:  # A key of ceilings alone.
+            return Rates.from_json(text)
+        return _scaled(h200_rates(), _H200_CEILINGS, Ceilings.from_json(json.loads(text)), by="ceilings")
     except OSError as error:
         raise UsageError(f"--rates {path}: {error.strerror or error}") from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -170,48 +171,38 @@ def rates_of(gpu: str, measured: Rates | None = None) -> Rates:
     measured_sheet, sheet = datasheet(measured.gpu), datasheet(name)
     if measured_sheet is None or sheet is None:
         raise UsageError(f"--gpu {gpu}: no datasheet is known; {choose_from(gpu, GPUS)}, or give --rates of yours")
-    return _scaled(measured, name, _peaks_on_paper(measured_sheet), _peaks_on_paper(sheet), by="datasheets")
+    return _scaled(measured, _peaks_on_paper(measured_sheet, measured.gpu), _peaks_on_paper(sheet, name), "datasheets")
 
 
-class _Peaks(NamedTuple):
-    """TFLOP/s of products in half precision and in fp32, and any unit of memory and of links, None if not known."""
-
-    half: float
-    full: float
-    memory: float
-    link: float | None
-
-
-def _peaks_on_paper(sheet: Datasheet) -> _Peaks:
+def _peaks_on_paper(sheet: Datasheet, gpu: str) -> Ceilings:
+    """Return a datasheet's rates, of any units: launches are the host's, which it does not know."""
     fp32, _tf32, bf16, _fp16 = sheet.tflops
-    return _Peaks(bf16, fp32, sheet.memory_bytes_per_s, sheet.link_bytes_per_s)
+    return Ceilings(gpu, {"fp32": fp32, "bf16": bf16}, sheet.memory_bytes_per_s, 1.0, sheet.link_bytes_per_s)
 
 
-def _measured_peaks(ceilings: Ceilings) -> _Peaks:
-    return _Peaks(ceilings.tflops["bf16"], ceilings.tflops["fp32"], ceilings.copy_gbps, ceilings.link_gbps)
-
-
-def _by_ceilings(ceilings: Ceilings) -> Rates:
-    """Return the H200's rates, scaled by what ``doctor --ceilings`` measured on another GPU."""
-    h200_peaks, gpu_peaks = _measured_peaks(_H200_CEILINGS), _measured_peaks(ceilings)
-    scaled = _scaled(h200_rates(), ceilings.gpu, h200_peaks, gpu_peaks, by="ceilings")
-    # Launches are the host's, which datasheets of GPUs do not know.
-    slowdown = ceilings.launch_us / _H200_CEILINGS.launch_us
-    return replace(scaled, launch_s=slowdown * scaled.launch_s, usual_launch_s=slowdown * scaled.usual_launch_s)
-
-
-def _scaled(rates: Rates, gpu: str, peaks: _Peaks, gpu_peaks: _Peaks, by: str) -> Rates:
-    """Return rates of ``gpu``, with ``gpu_peaks``, from those of a GPU with ``peaks``; ``by`` names their source."""
+def _scaled(rates: Rates, peaks: Ceilings, gpu_peaks: Ceilings, by: str) -> Rates:
+    """Return rates of the GPU of ``gpu_peaks`` from those of a GPU with ``peaks``; ``by`` names their source."""
+    half, full = (peaks.tflops[name] / gpu_peaks.tflops[name] for name in ("bf16", "fp32"))
     # Terms that the next lines do not name compute in fp32.
-    slowdown = dict.fromkeys(rates.seconds, peaks.full / gpu_peaks.full)
-    slowdown |= dict.fromkeys(_OF_HALF_PRODUCTS, peaks.half / gpu_peaks.half)
-    slowdown |= dict.fromkeys(_OF_MEMORY, peaks.memory / gpu_peaks.memory) | dict.fromkeys(_OF_NEITHER, 1.0)
+    slowdown = dict.fromkeys(rates.seconds, full) | dict.fromkeys(_OF_HALF_PRODUCTS, half)
+    slowdown |= dict.fromkeys(_OF_MEMORY, peaks.copy_gbps / gpu_peaks.copy_gbps) | dict.fromkeys(_OF_NEITHER, 1.0)
     seconds = {term: unit_s * slowdown[term] for term, unit_s in rates.seconds.items()}
     exposures: dict[str, Exposure] = {}  # Empty where a link's rate is unknown.
-    if peaks.link and gpu_peaks.link:
+    if peaks.link_gbps and gpu_peaks.link_gbps:
         for name, exposure in rates.exposures.items():
-            exposures[name] = replace(exposure, bytes_per_s=exposure.bytes_per_s * gpu_peaks.link / peaks.link)
-    return replace(rates, gpu=gpu, seconds=seconds, exposures=exposures, scaled_from=rates.gpu, scaled_by=by)
+            bytes_per_s = exposure.bytes_per_s * gpu_peaks.link_gbps / peaks.link_gbps
+            exposures[name] = replace(exposure, bytes_per_s=bytes_per_s)
+    launches = gpu_peaks.launch_us / peaks.launch_us
+    return replace(
+        rates,
+        gpu=gpu_peaks.gpu,
+        seconds=seconds,
+        launch_s=launches * rates.launch_s,
+        usual_launch_s=launches * rates.usual_launch_s,
+        exposures=exposures,
+        scaled_from=rates.gpu,
+        scaled_by=by,
+    )
 
 
 def short_gpu_name(gpu: str) -> str:

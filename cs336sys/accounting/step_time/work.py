@@ -33,6 +33,8 @@ TERMS = {
     "gaps": "kernels/s",
 }
 
+_OF_ATTENTION = ("full_scores", "flash_forward", "sdpa_forward", "score_bytes")  # Of the forward pass.
+
 # Streaming multiprocessors of the GPUs that the rates were measured on (H100 and H200 SXM).
 _MULTIPROCESSORS = 132
 # Output tiles of matrix products, and how much slower their kernels are than those of the largest.
@@ -248,13 +250,16 @@ def _recomputed(workload: Workload, checkpointing: str, block: Amounts) -> Amoun
         return Amounts({product: blocks * gate_and_up, "fused_bytes": blocks * 6 * size.inner, "kernels": blocks * 5})
     if checkpointing in SUBLAYERS:
         # A block's products are 4 d d of attention and 3 d f; the last of each layer is not computed again.
-        parts = SUBLAYERS[checkpointing]
+        has_attention, has_feed_forward = (layer in SUBLAYERS[checkpointing] for layer in ("attn", "ffn"))
         attention, _ = _products([(tokens, size.d_model, size.d_model, 3)], workload.device)
         feed_forward, _ = _products([(tokens, size.d_ff, size.d_model, 2)], workload.device)
-        # What is no product: about two thirds of it belong to attention.
-        share = 0.65 * ("attn" in parts) + 0.35 * ("ffn" in parts)
-        amounts = Amounts({name: size.num_layers * share * amount for name, amount in block.items() if name != product})
-        amounts[product] = size.num_layers * (attention * ("attn" in parts) + feed_forward * ("ffn" in parts))
+        if workload.is_half and workload.keeps_scores:  # In fp32 they are a term of their own.
+            attention += 4 * size.scores * size.head_dim
+        # What is neither a product nor attention itself: about two thirds of it belong to attention's layer.
+        share = 0.65 * has_attention + 0.35 * has_feed_forward
+        shares = dict.fromkeys(_OF_ATTENTION, float(has_attention))
+        amounts = Amounts({name: size.num_layers * shares.get(name, share) * amount for name, amount in block.items()})
+        amounts[product] = size.num_layers * (attention * has_attention + feed_forward * has_feed_forward)
         return amounts
     blocks, blocks_without_w2 = recomputed_blocks(size.num_layers, checkpointing)
     amounts = Amounts({name: blocks * amount for name, amount in block.items()})

@@ -164,7 +164,7 @@ def attention_tables(
     tables = [Table("attention", title, columns, rows, sentences(__name__, "attention"))]
     # Doubled up to a length that no memory holds, so that each implementation has a shape that does not fit.
     longer = [*tried]
-    while longer[-1] < 2**30:
+    while longer[-1] < 2**50:  # A query and a key of it have more bytes than --capacity-gib takes.
         longer.append(2 * longer[-1])
     for implementation in implementations:
         peaks = {

@@ -3,11 +3,10 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import median
 
-from cs336sys.accounting.communication import bus_factor
+from cs336sys.accounting.communication import bus_factor, measured_slowdown
 from cs336sys.accounting.flops import count_parameters, model_flops
-from cs336sys.accounting.hardware import NVLINK_BYTES_PER_S, Cluster, OverlapSlowdown
+from cs336sys.accounting.hardware import NVLINK_BYTES_PER_S, Cluster
 from cs336sys.accounting.scaling import DeviceTime, Dtypes
 from cs336sys.errors import UsageError
 from cs336sys.results.model import Cell, Results, read_several
@@ -69,34 +68,6 @@ def measured_call(cells: Sequence[Cell]) -> MeasuredRate:
     return MeasuredRate(cell.samples["back_to_back"].median / 1e6, source)  # Its samples are in microseconds.
 
 
-def measured_slowdown(cells: Sequence[Cell]) -> tuple[OverlapSlowdown, str]:
-    """Return how much communication and computing slow each other down, as medians over steps of ``ddp``, and a source.
-
-    A profile of a step says how long kernels ran, how long communication ran, and how long both ran at once. The same
-    step without communication, and communication alone, were timed, too. The time that kernels took longer in the
-    profile they lost while both ran. Steps launched by the CPU are left out, because a GPU also waits for launches, and
-    steps that send by copy engines, because those take no multiprocessors.
-    """
-    computing_speeds, communication_speeds = [], []
-    for cell in cells:
-        timeline, settings = cell.derived.get("timeline"), cell.configuration
-        is_replayed = cell.command == "ddp" and settings.get("cuda_graph") == "on"
-        has_parts = {"unsynchronized", "communication"} <= cell.samples.keys()
-        if not timeline or not is_replayed or not has_parts or settings.get("transport") == "copy-engines":
-            continue
-        overlap_ms, sending_ms = timeline["overlap_ms"], timeline["communication_ms"]
-        lost_ms = timeline["compute_ms"] - cell.samples["unsynchronized"].median
-        # Communication that runs mostly alone says nothing of this. Kernels lose between none and all of the time in
-        # which both run: what is outside of that was timed in noise.
-        if overlap_ms >= sending_ms / 2 and 0 <= lost_ms < overlap_ms:
-            computing_speeds.append(1 - lost_ms / overlap_ms)
-            communication_speeds.append(min(1.0, cell.samples["communication"].median / sending_ms))
-    if not computing_speeds:
-        return OverlapSlowdown(), "assumed: no step of ddp in CUDA graphs says more"
-    source = f"ddp, {len(computing_speeds)} steps in CUDA graphs"
-    return OverlapSlowdown(median(computing_speeds), median(communication_speeds)), source
-
-
 def measured_device_time(
     cells: Sequence[Cell], size: ModelSize, precision: str, state_dtype: str = "fp32"
 ) -> tuple[DeviceTime, str]:
@@ -147,8 +118,7 @@ def simulated_cluster(
     cells: Sequence[Cell], bandwidth: float | None, node_bandwidth: float, node_devices: int, memory_bytes: float
 ) -> tuple[Cluster, Sequence[str]]:
     """Return devices with the links that were measured, or given in bytes/s, and notes that say which."""
-    call, bandwidths_by_ranks = measured_call(cells), measured_ranks(cells) if bandwidth is None else {}
-    fewer_ranks = list(bandwidths_by_ranks.items())[:-1]  # The last, of the most ranks, is ``rate``, in the note.
+    call, by_ranks = measured_call(cells), measured_ranks(cells) if bandwidth is None else {}
     if bandwidth is not None:
         rate = MeasuredRate(bandwidth, "--bandwidth")
     elif any(cell.command == "allreduce" for cell in cells):
@@ -156,12 +126,9 @@ def simulated_cluster(
     else:
         rate = MeasuredRate(NVLINK_BYTES_PER_S, source="")  # The note then says that it is assumed.
     slowdown, steps = measured_slowdown(cells)
-    links = {"bytes_per_s": rate.value, "node_bytes_per_s": node_bandwidth, "call_s": call.value}
-    by_ranks = tuple(bandwidths_by_ranks.items())
-    cluster = Cluster(node_devices, **links, memory_bytes=memory_bytes, ranks_bytes_per_s=by_ranks, slowdown=slowdown)
-    in_node = {"in_node_gbps": rate.value / 1e9, "source": rate.source, "fewer_ranks": fewer_ranks}
-    others = {"node_gbps": node_bandwidth / 1e9, "node_devices": node_devices, "slowdown": slowdown, "steps": steps}
-    return cluster, sentences(__name__, "links", call=call, **in_node, **others)
+    links = node_devices, rate.value, node_bandwidth, call.value, memory_bytes
+    cluster = Cluster(*links, ranks_bytes_per_s=tuple(by_ranks.items()), slowdown=slowdown)
+    return cluster, sentences(__name__, "links", cluster=cluster, call=call, source=rate.source, steps=steps)
 
 
 def _bench(cells: Sequence[Cell], settings: Mapping[str, str]) -> list[Cell]:

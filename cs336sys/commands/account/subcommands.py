@@ -28,6 +28,7 @@ from cs336sys.command_line.options.reading import (
 )
 from cs336sys.errors import UsageError
 from cs336sys.settings.sizes import ELEMENT_BYTES, MOST_RANKS, PRECISIONS, SIZES, choose_size
+from cs336sys.settings.strategies import STRATEGIES
 from cs336sys.settings.training import ATTENTION, MODES, STATE_DTYPES, Workload
 
 MOST_DEVICES = 1_000_000  # All meshes of a number of devices are tried: at 10^12 that goes on for hours.
@@ -159,6 +160,8 @@ def step(
     gpu_rates = measured if gpu is None else rates_of(gpu, measured)
     output.check()
     sharing = strategy or ("bucketed" if world_size > 1 else None)  # Among ranks; as the option's default says.
+    if gradient_dtype != "fp32" and (sharing is None or STRATEGIES[sharing].shares_updates):
+        raise UsageError(f"--gradient-dtype {gradient_dtype}: {sharing or 'one rank'} has no choice; choose bucketed")
     configurations = []
     for size, dtype, settings in product(model.sizes(), precision.precisions(), implementation.combinations(Workload)):
         training = Workload(size, "train", dtype or size.precision, **settings)  # None: the size's.

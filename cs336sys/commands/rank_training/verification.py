@@ -15,7 +15,7 @@ from cs336sys.findings import sentence
 from cs336sys.parallel.collectives import gather_objects
 from cs336sys.parallel.fsdp.calls import cast_floating, compute_in_own_dtype
 from cs336sys.parallel.fsdp.parameter import plan_sharding
-from cs336sys.parity.orders import Order, Trained, draw_alike, train_in_order
+from cs336sys.parity.orders import Order, Trained, train_in_order
 from cs336sys.parity.rounding import LARGEST_ROUNDING, LEARNING_RATES, MEAN_LOSS, stay_near, tolerance
 from cs336sys.parity.training import SCALES, run_steps
 from cs336sys.parity.weights import OPTIMIZER_SETTINGS, TensorComparison, WeightDifference, norm, rounding_note
@@ -26,7 +26,7 @@ from cs336sys.training.flop_counting import count_step
 from cs336sys.training.model import blocks_of, build_by_layers, build_compared_model, build_optimizer, plainly_trained
 from cs336sys.training.ranks.step import ParallelStep, rank_device, warmup_of_capture
 from cs336sys.training.ranks.strategies import Replica, cast_outputs_of_replicated
-from cs336sys.training.step import AUTOCAST_DTYPES, TrainStep, set_matmul_precision
+from cs336sys.training.step import AUTOCAST_DTYPES, TrainStep, draw_alike, set_matmul_precision
 
 
 def mean_gradients(replica: Replica) -> dict[str, tuple[Tensor | None, range | None]]:

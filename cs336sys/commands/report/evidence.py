@@ -9,6 +9,7 @@ from typing import Any
 
 from cs336sys.commands.registry import Invocation, can_be_shown, invocations, saved_pictures, saved_tables, shown_cells
 from cs336sys.errors import UsageError
+from cs336sys.results.comparison import SAMPLING_SETTINGS
 from cs336sys.results.foreign import MIB, printable, read_chunks
 from cs336sys.results.model import Cell, Results, Run, configuration_key
 from cs336sys.tables.saved import Pictures, Presentation
@@ -16,10 +17,11 @@ from cs336sys.tables.table import Table, select_columns
 
 Settings = Mapping[str, Collection[Any]]
 
-# Settings that say how, and how often, a cell was measured: cells that differ in them alone count as the same.
+# Settings that say how, and how often, a cell was measured: cells that differ in them alone count as the same. To
+# ``compare``, those after the first are different measurements: with another warm-up or device times may be others.
 _OF_MEASURING = (
-    *("warmup", "steps", "seed", "device", "synchronize", "rounds", "round", "interleave", "interleaved"),
-    *("snapshot", "trace", "keep", "profiler", "timeout_s", "check_layers", "warmup_ms", "repetition_ms", "iterations"),
+    *(*SAMPLING_SETTINGS, "warmup", "device", "synchronize", "rounds", "interleave", "interleaved"),
+    *("profiler", "check_layers", "iterations"),
 )
 
 # Settings of a training step as the handouts have it. Later versions name more; cells without them had these values.

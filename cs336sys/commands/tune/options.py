@@ -3,8 +3,9 @@
 import contextlib
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -156,6 +157,14 @@ class SearchOptions:
                 raise UsageError(f"{option}: buckets alone have the choice; choose bucketed")
         return fixed
 
+    def step_tokens(self, base_workload: Workload, batch_sizes: Sequence[int]) -> int | None:
+        """Return the tokens of a step of all ranks, as in other commands those of ``--batch-size``; None: not fixed."""
+        if not batch_sizes or self.micro_batch:
+            return self.tokens_per_step
+        return (
+            self.tokens_per_step or batch_sizes[0] * base_workload.size.context
+        )  # One: _base_workload() refuses more.
+
     def gpu_rates(self, device: str, base_workload: Workload, *, on_cpu: bool) -> Rates:
         """Return the rates of ``--gpu``, of this machine's GPU, or of its CPU, which are measured first."""
         from cs336sys.machine.system import gpu_name
@@ -203,35 +212,33 @@ def tune(
         base_workload = replace(base_workload, device="cpu")
     limit_bytes = search.limit_bytes(training.device)
     fixed_settings = search.fixed_settings(ctx, training, on_cpu=on_cpu)
-    tokens_per_step = search.tokens_per_step
-    if training.batch_size and not search.micro_batch:
-        # As in other commands, the batch of a step of all ranks; _base_workload() has refused several.
-        tokens_per_step = tokens_per_step or training.batch_size[0] * base_workload.size.context
     if not base_workload.is_ours and fixed_settings.get("kernels", ["reference"]) != ["reference"]:
         raise UsageError("--kernels: tune predicts --model with reference only: leave it out, or measure with bench")
     counted_model = None if base_workload.is_ours else _counted_model(base_workload)
     if counted_model is not None:
         fixed_settings = _fixed_for_user_model(fixed_settings, counted_model, search.world_size)
-    space = Space(base_workload, search.world_size, fixed_settings, tokens_per_step)
+    space = Space(
+        base_workload, search.world_size, fixed_settings, search.step_tokens(base_workload, training.batch_size)
+    )
     rates = search.gpu_rates(training.device, base_workload, on_cpu=on_cpu)
     launch_s = None if search.launch_us is None else search.launch_us / 1e6
-    predictor = _Predictor(space, rates, limit_bytes, launch_s, counted_model)
-    choices = predictor.choose(space)
+    choose_for = partial(choose, rates=rates, limit=limit_bytes, launch_s=launch_s, counted_model=counted_model)
+    choices = choose_for(space)
     if not choices.fitting:
         smallest = min((candidate.memory / GIB for candidate in choices.predicted), default=None)
         reasons = choices.unknown or choices.refused  # Said where no configuration has a predicted time.
         facts = {"limit_gib": choices.limit / GIB, "smallest_gib": smallest, "reasons": reasons}
         raise UsageError(sentence(__package__, "nothing fits", **facts))
-    with_one_more_gpu = None if on_cpu or search.measure else predictor.with_one_more_gpu(choices)
+    with_one_more_gpu = None if on_cpu or search.measure else _with_one_more_gpu(choices, space, choose_for)
     predicted = choice_tables(choices, rates, with_one_more_gpu, lines_of=search.lines, is_ours=base_workload.is_ours)
     if plot is not None:
         plot_front(choices, plot)
     if not search.measure:
         output.emit(predicted)
         return
-    chosen = predictor.with_plain_configuration(choices.fitting[: search.measure])
-    configurations = [candidate.configuration for candidate in chosen]
-    next_best = [best for best in choices.fitting[search.measure :] if best.configuration not in configurations]
+    predict = partial(evaluate, rates=rates, launch_s=launch_s, counted_model=counted_model)
+    chosen = _with_plain_configuration(choices.fitting[: search.measure], space, limit_bytes, predict)
+    next_best = [best for best in choices.fitting[search.measure :] if best not in chosen]
     race = _Race(chosen, next_best[:_MOST_RESERVES], count=search.measure, budget_s=search.budget)
     race.run(predicted, sweeping, output)
 
@@ -297,59 +304,44 @@ def _cpu_rates(base_workload: Workload) -> Rates:
     )
 
 
-@dataclass(frozen=True)
-class _Predictor:
-    """The predictor of a space's configurations; ``counted_model`` is the user's model in place of ours."""
+def _with_one_more_gpu(choices: Choice, space: Space, choose_for: Callable[[Space], Choice]) -> Choice | None:
+    """Return the choice with one more GPU, for settings of the fastest; None if so many cannot share a step."""
+    best = choices.fitting[0].configuration.training
+    # Strategy and checkpoints are chosen again: another GPU may change which of them fit, and which are fastest.
+    fixed = {name: values for name, values in space.fixed.items() if name not in ("strategy", "checkpointing")}
+    fixed |= {name: [getattr(best, name)] for name in _SINGLE_SETTINGS}
+    # Some strategies refuse our AdamW (choice.refusal()), all take torch's.
+    fixed.setdefault("optimizer", [(best.optimizer, best.state_dtype), ("fused", "fp32")])
+    try:
+        return choose_for(replace(space, world_size=space.world_size + 1, fixed=fixed))
+    except UsageError:
+        return None
 
-    space: Space
-    rates: Rates
-    limit_bytes: float
-    launch_s: float | None
-    counted_model: CountedModel | None
 
-    def choose(self, space: Space) -> Choice:
-        return choose(space, self.rates, self.limit_bytes, self.launch_s, self.counted_model)
-
-    def with_one_more_gpu(self, choices: Choice) -> Choice | None:
-        """Return the choice with one more GPU, for settings of the fastest; None if so many cannot share a step."""
-        best, space = choices.fitting[0].configuration.training, self.space
-        # Strategy and checkpoints are chosen again: another GPU may change which of them fit, and which are fastest.
-        fixed = {name: values for name, values in space.fixed.items() if name not in ("strategy", "checkpointing")}
-        fixed |= {name: [getattr(best, name)] for name in _SINGLE_SETTINGS}
-        # Some strategies refuse our AdamW (choice.refusal()), all take torch's.
-        fixed.setdefault("optimizer", [(best.optimizer, best.state_dtype), ("fused", "fp32")])
-        try:
-            return self.choose(replace(space, world_size=space.world_size + 1, fixed=fixed))
-        except UsageError:
-            return None
-
-    def with_plain_configuration(self, best: Sequence[Candidate]) -> list[Candidate]:
-        """Return the best, and the user's options with the defaults of other commands, if that runs and fits."""
-        fixed, training = self.space.fixed, self.space.training
-        defaults = {name: Workload.settings()[name].default for name in _SINGLE_SETTINGS}
-        defaults |= {} if self.counted_model is None else {"attention": "sdpa"}  # Which a user's model calls.
-        defaults |= {"optimizer": ("course", "fp32"), "strategy": (None, "fp32"), "checkpointing": "none"}
-        # Of several values that the user gives, the first.
-        settings = {name: (fixed.get(name) or [default])[0] for name, default in defaults.items()}
-        (strategy, gradient_dtype), checkpointing = settings.pop("strategy"), settings.pop("checkpointing")
-        settings["optimizer"], settings["state_dtype"] = settings["optimizer"]
-        micro_batches = dict(self.space.micro_batches)  # By the size of a micro-batch: how many of them a step has.
-        batch = training.size.batch_size if training.size.batch_size in micro_batches else max(micro_batches)
-        plain = StepConfiguration(
-            replace(training, size=replace(training.size, batch_size=batch), **settings),
-            checkpointing=checkpointing,
-            accumulation=micro_batches[batch],
-            strategy=strategy,
-            world_size=self.space.world_size,
-            gradient_dtype=gradient_dtype,
-        )
-        if refusal(plain) is not None or plain in [candidate.configuration for candidate in best]:
-            return list(best)
-        (candidate,) = evaluate([plain], self.rates, self.launch_s, self.counted_model)
-        if candidate.memory > self.limit_bytes:
-            say(f"the plain configuration needs {candidate.memory / GIB:.1f} GiB and is not measured")
-            return list(best)
+def _with_plain_configuration(
+    best: Sequence[Candidate], space: Space, limit_bytes: float, predict: Callable[..., list[Candidate]]
+) -> list[Candidate]:
+    """Return the best, and the user's options with the defaults of other commands, if that runs and fits."""
+    training = space.training
+    defaults = {name: Workload.settings()[name].default for name in _SINGLE_SETTINGS}
+    defaults |= {} if training.is_ours else {"attention": "sdpa"}  # Which a user's model calls.
+    defaults |= {"optimizer": ("course", "fp32"), "strategy": (None, "fp32"), "checkpointing": "none"}
+    # Of several values that the user gives, the first.
+    settings = {name: (space.fixed.get(name) or [default])[0] for name, default in defaults.items()}
+    (strategy, gradient_dtype), checkpointing = settings.pop("strategy"), settings.pop("checkpointing")
+    settings["optimizer"], settings["state_dtype"] = settings["optimizer"]
+    micro_batches = dict(space.micro_batches)  # By the size of a micro-batch: how many of them a step has.
+    batch = training.size.batch_size if training.size.batch_size in micro_batches else max(micro_batches)
+    sized = replace(training, size=replace(training.size, batch_size=batch), **settings)
+    sharing = strategy, space.world_size, gradient_dtype
+    plain = StepConfiguration(sized, checkpointing, micro_batches[batch], *sharing)
+    if refusal(plain) is not None or plain in [candidate.configuration for candidate in best]:
+        return list(best)
+    (candidate,) = predict([plain])
+    if candidate.memory <= limit_bytes:
         return [*best, candidate]
+    say(f"the plain configuration needs {candidate.memory / GIB:.1f} GiB and is not measured")
+    return list(best)
 
 
 def _measured_configuration(configuration: StepConfiguration) -> dict[str, Any]:

@@ -231,8 +231,9 @@ def diagnose_lost_ranks(reason: str, is_hang: bool, reports: Sequence[RankReport
     messages = [launch for rank_launches in launches for launch in rank_launches if launch.is_point_to_point]
     receives = sum(launch.name.startswith("recv") for launch in messages)
     if (difference := first_disagreement(launches)) is not None:
-        reason, last = difference
-    elif 2 * receives > len(messages):  # More than were sent.
+        message, last = difference
+        reason = message if is_hang else f"{reason}: {message}"
+    elif is_hang and 2 * receives > len(messages):  # More than were sent.
         rank = next(rank for rank, rank_launches in enumerate(launches) if rank_launches[-1:] == [last])
         reason = sentence(__package__, "hang receive", rank=rank, launch=last)
     else:
@@ -245,11 +246,11 @@ def diagnose_lost_ranks(reason: str, is_hang: bool, reports: Sequence[RankReport
 
 def diagnose_masks(workload: VerifiedWorkload, reports: Sequence[RankReport]) -> Finding | None:
     """Say whether dropout masks differ between ranks that have the same sequences, or are equal between others."""
-    masks = [(workload.data_place(rank), report.masks) for rank, report in enumerate(reports)]
+    masks = [
+        (workload.data_place(rank), report.masks) for rank, report in enumerate(reports) if report.masks is not None
+    ]
     pairs = [  # Whether the two ranks have the same sequences, and the mask of each.
-        (place == other_place, mask, other_mask)
-        for (place, mask), (other_place, other_mask) in itertools.combinations(masks, 2)
-        if mask is not None and other_mask is not None
+        (place == other_place, mask, other) for (place, mask), (other_place, other) in itertools.combinations(masks, 2)
     ]
     if any(shares and mask.shape == other.shape and not torch.equal(mask, other) for shares, mask, other in pairs):
         return fault("dropout", "shared")

@@ -95,35 +95,51 @@ def _diagnose_loss(case: ComparedCase, first: TensorDifference) -> Finding:
 
 
 def _diagnose_outputs(case: ComparedCase) -> Finding | None:
-    """Blame the first module, in the order in which calls return, whose output is off in step 1; None without any."""
-    all_expected, sizes = case.reference.record.outputs, case.workload.dimensions
-    sent, context_ranks = case.launches(("forward",), step=0), sizes.get("context", 1)
-    has_whole_batch = sizes.get("data", 1) * context_ranks == 1  # Each rank: their outputs may be parts of a sum.
+    """Blame inputs, or the first module, in the order in which calls return, whose output is off in step 1."""
+    all_expected, sent = case.reference.record.outputs, case.launches(("forward",), step=0)
+    # By data rank, the first of the ranks that share its sequences.
+    ranks = {case.workload.data_place(rank): rank for rank in reversed(range(len(case.watched)))}
     summand = ""  # The last module of which ranks have parts of a sum: no fault if the module around it adds them up.
-    for name, expected in all_expected.items() if case.watched else ():
-        outputs = [report.record.outputs.get(name) for report in case.watched]
-        output = outputs[0]  # The first rank's is compared.
-        if output is None or output.dim() != expected.dim():
-            continue
-        if not has_whole_batch and expected.dim():  # The first rank's sequences and, where ranks split these, tokens.
-            expected = expected[: len(output)]
-            expected = expected[:, : output.shape[1]] if expected.dim() > 1 and context_ranks > 1 else expected
-        if output.shape != expected.shape or not (has_whole_batch or expected.dim()):
-            continue  # A single number of a rank's part of the batch is not that of the whole batch.
+    # First, under the empty name, what the model was called with.
+    for name, expected in sorted(all_expected.items(), key=lambda named: named[0] != ""):
+        outputs: list[Any] = [report.record.outputs.get(name) for report in case.watched]  # None where not seen.
+        parts = {rank: _part_of_place(case, place, outputs[rank], expected) for place, rank in ranks.items()}
+        pairs = {rank: (outputs[rank], part) for rank, part in parts.items() if part is not None}
+        # But for rounding in float32; NaN is off.
+        off = {rank: not norm(output - part) <= 1e-6 * norm(part) for rank, (output, part) in pairs.items()}
         parent = name.rpartition(".")[0]  # The module around it, which returns later.
-        if norm(output - expected) <= 1e-6 * norm(expected):  # Right but for rounding in float32.
-            summand = "" if name == summand.rpartition(".")[0] else summand  # It has added up the summand's outputs.
+        if not any(off.values()):
+            if pairs and name == summand.rpartition(".")[0]:
+                summand = ""  # It has added up the summand's outputs.
             continue
-        if has_whole_batch and _add_up(outputs, expected):
+        rank = next(rank for rank, is_off in off.items() if is_off)
+        facts: dict[str, Any] = {"rank": rank, "is_alone": not all(off.values())}
+        if not name:
+            return case.conclude("wrong inputs", **facts)
+        if len(ranks) == 1 and _add_up(outputs, expected):
             summand = name
             # layers.0.ffn.w2 is in a part of a block, which may add outputs up when it returns; a block does not.
             if parent in all_expected and name.count(".") > 2:
                 continue
             break
-        if (ratio := scale_factor(output, expected)) is not None:
-            return case.conclude("partial sum", "scaled", launches=sent, ratio=ratio, module=name)
-        return case.conclude("forward", "output", launches=sent, module=name)
+        if (ratio := scale_factor(*pairs[rank])) is not None:
+            return case.conclude("partial sum", "scaled", launches=sent, ratio=ratio, module=name, **facts)
+        return case.conclude("forward", "output", launches=sent, module=name, **facts)
     return case.conclude("partial sum", "output", launches=sent, module=summand) if summand else None
+
+
+def _part_of_place(case: ComparedCase, place: int, output: Tensor | None, expected: Tensor) -> Tensor | None:
+    """Return what the first rank of a data rank should have of an output; None if that cannot be compared."""
+    data_ranks, context_ranks = case.workload.data_ranks, case.workload.dimensions.get("context", 1)
+    if output is None or output.dim() != expected.dim():
+        return None
+    if data_ranks * context_ranks > 1:
+        if not expected.dim():
+            return None  # A single number of a rank's part of the batch is not that of the whole batch.
+        first = place * case.workload.training.size.batch_size // data_ranks
+        expected = expected[first : first + len(output)]  # Empty where one process has the first share alone.
+        expected = expected[:, : output.shape[1]] if expected.dim() > 1 and context_ranks > 1 else expected
+    return expected.to(output.dtype) if output.shape == expected.shape else None  # Inputs may be cast.
 
 
 def _add_up(outputs: Sequence[Tensor | None], expected: Tensor) -> bool:

@@ -20,9 +20,9 @@ from cs336sys.findings import Finding, sentence
 from cs336sys.machine.device import choose_device
 from cs336sys.parallel.ranks import launch
 from cs336sys.parallel.ranks.spawned import RankError
-from cs336sys.parity.collectives import first_disagreement
+from cs336sys.parity.collectives import first_disagreement, read_log
 from cs336sys.parity.optimizers import ADAMW_SETTINGS, group_of_one, refusing_optimizer
-from cs336sys.parity.record import RankReport
+from cs336sys.parity.record import RankReport, Record
 from cs336sys.parity.subject import build_subject
 from cs336sys.processes import started_outside
 from cs336sys.processes.files import OwnedFolder
@@ -100,7 +100,8 @@ class _Case:
         if is_user_code(workload.wrap):
             with contextlib.suppress(UserCodeError):  # What ranks send back may be of classes of the wrap's file.
                 user_models.load(workload.wrap)
-        self._ranks(workload.timeout_s)  # Called for its effect: they start while this process trains.
+        # Called for its effect: unless those of the last case stay, they start while this process trains.
+        launch.kept(workload.world_size, backend=self.backend, timeout_s=workload.timeout_s)
         dtype = torch.float32 if self.plain_step in _float32_only else None  # None: float64, if the model can.
         training = trainings.choose_training(workload, self.device, dtype)
         self.training = trainings.with_max_norm(training) if self.program.clips else training
@@ -168,15 +169,12 @@ class _Case:
             return _refused(f"nothing of the weights could be compared: {', '.join(compared.not_compared)}")
         return _ok(", ".join(compared.not_compared), self._notes(compared.reports, lower=()), compared)
 
-    def _ranks(self, timeout_s: float) -> launch.Ranks:
-        """Return the ranks of the last case, or new ones, which start while this process goes on."""
-        return launch.kept(self.workload.world_size, backend=self.backend, timeout_s=timeout_s)
-
     def run_on_ranks(self, program: Program, *, watch: bool = False, timeout_s: float | None = None) -> RanksRun:
         """Run the program on the ranks of the last case, or on new ones; end those that could run no other case."""
         training = replace(self.training, optimizer=None)  # Ranks have the wrap's.
         try:
-            ranks = self._ranks(timeout_s or self.workload.timeout_s)
+            timeout_s = timeout_s or self.workload.timeout_s
+            ranks = launch.kept(self.workload.world_size, backend=self.backend, timeout_s=timeout_s)
             reports = ranks.run(partial(trainings.train_on_rank, watch=watch, folder=self.folder), training, program)
             failed = [report for report in reports if report.failure]
             if failed and not self._are_sound(ranks, reports):
@@ -189,7 +187,12 @@ class _Case:
             launch.end_kept()
             first_line = str(error).splitlines()[0]
             is_hang = "hang" in first_line or "timed out" in first_line.lower()  # As RankError says it, or Gloo.
-            return RanksRun(lost_because=first_line, is_hang=is_hang)
+            logs = [f"{self.folder}/launches{rank}" for rank in range(self.workload.world_size)] if watch else []
+            launches = [read_log(log) for log in logs]  # By train_on_rank().
+            # After a rank has died the others' next collectives are no difference.
+            common = None if is_hang else min(map(len, launches), default=0)
+            reports = [RankReport(Record(), launches=of_rank[:common]) for of_rank in launches]
+            return RanksRun(reports, lost_because=first_line, is_hang=is_hang)
         return RanksRun(reports)
 
     def _are_sound(self, ranks: launch.Ranks, reports: Sequence[RankReport]) -> bool:
@@ -324,9 +327,10 @@ class _Case:
         """Diagnose why ranks hang or died, by the collectives that they launched."""
         self.progress(f"{self.workload.case}: diagnosis")
         reports = run.reports
-        if run.is_hang and not any(report.launches for report in reports):
+        if not any(report.launches for report in reports):
             # To see the same again takes less time: what ranks compile is in its caches by now.
-            reports = self.run_on_ranks(program, watch=True, timeout_s=self.workload.timeout_s / 4).reports
+            rerun = self.run_on_ranks(program, watch=True, timeout_s=self.workload.timeout_s / 4)
+            reports = rerun.reports if rerun.lost_because else ()
         return self._diagnosed(comparisons.diagnose_lost_ranks(run.lost_because, run.is_hang, reports))
 
     def _diagnosed(self, diagnosis: Finding, case: ComparedCase | None = None, notes: Sequence[str] = ()) -> Outcome:

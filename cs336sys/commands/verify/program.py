@@ -19,7 +19,7 @@ from torch.func import functional_call
 from torch.utils._pytree import tree_map_only
 
 from cs336sys.commands.verify.wraps import Wrapped, wrap
-from cs336sys.errors import CapabilityError
+from cs336sys.errors import CapabilityError, UserCodeError, a_value
 from cs336sys.parallel.fsdp.calls import cast_floating
 from cs336sys.parity import optimizers
 from cs336sys.parity import record as recording
@@ -217,7 +217,8 @@ class ProgramRun:
         watcher = self.watcher
         batch = subjects.batch_of(self.workload, self.device, self.dtype, step - 1)  # Batches count from 0.
         if self.wrapped.step is not None:
-            self._record_step(step, self._step_of_wrap(batch))
+            with self._outputs if step == 1 else nullcontext():
+                self._record_step(step, self._step_of_wrap(batch))
             return
         self.optimizer.zero_grad()
         total_loss = 0.0
@@ -260,7 +261,10 @@ class ProgramRun:
         (share,) = self.step_shares
         assert self.wrapped.step is not None
         self._switch_layer(share)
-        return float(self.wrapped.step(self._part_of(share, batch))) * share.weight
+        loss, name = self.wrapped.step(self._part_of(share, batch)), self.workload.wrap
+        if not isinstance(loss, Tensor | float | int):
+            raise UserCodeError(f"{name}: step(batch) returned {a_value(loss)}: it should return the loss")
+        return float(loss) * share.weight
 
     def _record_step(self, step: int, loss: float) -> None:
         self.record.add_number("loss", step, loss)

@@ -41,6 +41,7 @@ def train_on_rank(training: Training, program: Program, **settings: Any) -> Rank
             # One process would draw other masks: only the case that compares the ranks' masks has any.
             nullcontext() if program.masks else user_models.nothing_dropped(),
             run.watcher if run.watch or program.late_rank is not None else nullcontext(),  # Delays a late rank.
+            open(f"{run.folder}/launches{run.rank}", "wb") if run.watch else nullcontext() as run.watcher.log,
         ):
             run.all_steps()
     except CapabilityError as error:

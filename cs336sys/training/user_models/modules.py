@@ -113,11 +113,8 @@ Initialize = Callable[[nn.Module], None]
 _MOST_ELEMENTS = 50_000_000
 _LAYERS, _HEADS, _WORDS, _POSITIONS = 2, 4, 512, 64
 
-# What memory holds before a layer is filled, by seed: what nothing fills then differs from seed to seed, and is wrong.
-_POISON: tuple[dict[str, float | int | bool], ...] = (
-    {"floating": math.nan, "integer": 113, "bool": False},
-    {"floating": 3e4, "integer": 57, "bool": True},
-)
+# Each byte of memory before a layer is filled, by seed: what nothing fills then differs from seed to seed. 255: NaN.
+_POISON = (255, 0)
 
 # Two samples differ if chance would make them differ so much once in a million times: by the largest distance of their
 # distributions (Kolmogorov and Smirnov), and by mean and log variance in standard deviations.
@@ -194,15 +191,10 @@ def _initializer(model: nn.Module) -> Initialize:
     return initialize
 
 
-def fill(
-    model: nn.Module,
-    initialize: Initialize,
-    device: torch.device,
-    poison: Mapping[str, float | int | bool] | None = None,
-) -> nn.Module:
+def fill(model: nn.Module, initialize: Initialize, device: torch.device, poison: int | None = None) -> nn.Module:
     """Give a model on the meta device memory, and each layer its first values; tied weights stay tied.
 
-    New memory holds ``poison``, by kind of dtype, so that a check notices what no layer fills.
+    Bytes of new memory are ``poison``, so that a check notices what no layer fills.
     """
     filled: dict[nn.Parameter, nn.Parameter] = {}
     for layer in [layer for layer in model.modules() if any(tensor.is_meta for tensor in _own_tensors(layer))]:
@@ -210,7 +202,7 @@ def fill(
         layer.to_empty(device=device, recurse=False)
         if poison is not None:
             for tensor in _own_tensors(layer):
-                tensor.detach().fill_(poison[_dtype_kind(tensor)])
+                tensor.untyped_storage().fill_(poison)  # type: ignore[attr-defined]
         initialize(layer)
         for name, parameter in before.items():
             if parameter is not None:
@@ -220,12 +212,6 @@ def fill(
                 # Layers that share a weight get the one that was filled first.
                 layer._parameters[name] = filled.setdefault(parameter, new_parameter)
     return model
-
-
-def _dtype_kind(tensor: Tensor) -> str:
-    if tensor.dtype is torch.bool:
-        return "bool"
-    return "floating" if tensor.is_floating_point() or tensor.is_complex() else "integer"
 
 
 def _own_tensors(module: nn.Module) -> list[Tensor]:

@@ -55,6 +55,7 @@ def _wrong(right=Averaged, **changed):
 
 
 right = Averaged
+InputsReversed = _wrong(forward=lambda self, inputs: self.module(inputs.flip(0) if dist.get_rank() else inputs))
 Summed = _wrong(send=lambda self, parameter: dist.all_reduce(parameter.grad, group=self.group))
 AveragedTwice = _wrong(send=lambda self, parameter: (Averaged.send(self, parameter), parameter.grad.div_(self.ranks)))
 # Each rank divides, and none adds.

@@ -73,6 +73,7 @@ FAULTS = (
     _data("SentBeforeComplete", "not synchronized,not waited for,too early", EARLY),
     _data("LastLeftOut", "not synchronized", LEFT_OUT),
     _data("FirstRanksGradient", "one rank's", REPLICATED),
+    _data("InputsReversed", "wrong inputs", "a sampler that is not told its rank"),
     _data("SwappedInBucket", "mixed up", COMPOSED),
     _data("AddedAtEachMicroBatch", "accumulation", MEAN, ["accumulation"]),
     _data("NeverInEvaluation", "evaluation", COMPOSED, ["evaluation"]),
