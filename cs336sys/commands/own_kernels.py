@@ -1,4 +1,4 @@
-"""Check and time a user's function, each call on new inputs: what ``kernels --kernel`` and ``flash --kernel`` share.
+"""Check and time a user's function, each call on new inputs: what ``kernels`` and ``flash`` share, mostly ``--kernel``.
 
 Kernels that are written to be fast, by people or by machines, find ways to be fast without computing: they return an
 earlier output again, compute when somebody looks, leave work on another stream, or stop the clock (KernelBench, Ouyang
@@ -9,6 +9,7 @@ memory.
 """
 
 import abc
+import functools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from cs336sys.errors import UserCodeError
+from cs336sys.machine.device import held_memory_gib, peak_memory_gib, reset_peak_memory
 from cs336sys.results.model import Samples
 from cs336sys.run.cells import Outcome
 from cs336sys.timing import relative_error
@@ -31,6 +33,27 @@ OddCase = tuple[str, Callable[[], Results], Results]
 
 PARTS = ("forward", "backward", "end_to_end")
 OUTPUT_NAMES = ("out", "sum")
+
+
+def calls_by_part(
+    function: Callable[[], Any], outputs: Any, leaves: Sequence[Tensor], gradients: Any
+) -> dict[str, Callable[[], Any]]:
+    """Return a function's timed calls: ``forward``, ``backward`` of these outputs, and ``end_to_end``, both as one."""
+    differentiate = functools.partial(torch.autograd.grad, inputs=leaves, grad_outputs=gradients)
+    return {
+        "forward": function,
+        "backward": lambda: differentiate(outputs, retain_graph=True),
+        "end_to_end": lambda: differentiate(function()),
+    }
+
+
+def memory_of_call_gib(call: Callable[[], object], device: torch.device) -> float | None:
+    """Return the GiB that a call holds at once beyond what is there: results, what backward needs, scratch."""
+    before_gib = held_memory_gib(device)
+    reset_peak_memory(device)
+    call()
+    peak_gib = peak_memory_gib(device)
+    return None if peak_gib is None else peak_gib - before_gib
 
 
 class UsersProblem(abc.ABC):

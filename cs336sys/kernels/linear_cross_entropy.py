@@ -533,6 +533,7 @@ def _save_for_backward(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> N
     options = LossOptions(*arguments)
     ctx.hidden_shape, ctx.gradient_dtype = hidden.shape, options.gradient_dtype or weight.dtype
     ctx.options = options._replace(copy=None, class_weight=None)  # Tensors are kept by save_for_backward() alone.
+    ctx.mark_non_differentiable(*output[1:])  # Gradients that backward returns would else have this node behind them.
     ctx.set_materialize_grads(False)  # Zeros for the results that are gradients would be as large as these.
     if options.is_deferred:
         ctx.save_for_backward(hidden, weight, targets, options.copy, options.class_weight)

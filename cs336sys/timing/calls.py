@@ -1,39 +1,15 @@
 """Time calls of one operation, on a GPU each with a cold L2 cache."""
 
-import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from cs336sys.machine.device import held_memory_gib, peak_memory_gib, reset_peak_memory
 from cs336sys.results.model import Samples
 
 L2_FLUSH_BYTES = 256_000_000  # Bytes that are written to empty an L2 cache: several times an H200's 50 MB.
 _CYCLES_PER_MS = 2_000_000  # A GPU's clock cycles in a millisecond, at most.
-
-
-def calls_by_part(
-    function: Callable[[], Any], outputs: Any, leaves: Sequence[Tensor], gradients: Any
-) -> dict[str, Callable[[], Any]]:
-    """Return a function's timed calls: ``forward``, ``backward`` of these outputs, and ``end_to_end``, both as one."""
-    differentiate = functools.partial(torch.autograd.grad, inputs=leaves, grad_outputs=gradients)
-    return {
-        "forward": function,
-        "backward": lambda: differentiate(outputs, retain_graph=True),
-        "end_to_end": lambda: differentiate(function()),
-    }
-
-
-def memory_of_call_gib(call: Callable[[], object], device: torch.device) -> float | None:
-    """Return the GiB that a call holds at once beyond what is there: results, what backward needs, scratch."""
-    before_gib = held_memory_gib(device)
-    reset_peak_memory(device)
-    call()
-    peak_gib = peak_memory_gib(device)
-    return None if peak_gib is None else peak_gib - before_gib
 
 
 def time_calls(call: Callable[[], Any], device: torch.device, warmup_ms: float, repetition_ms: float) -> Samples:

@@ -11,7 +11,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
@@ -164,7 +163,7 @@ def _traced_timeline(workload: MemoryWorkload, follow_operations: bool, progress
 
 
 def _traced_whole(workload: MemoryWorkload, follow_operations: bool) -> TracedStep:
-    """Run a step of all blocks on fake tensors of the CPU, with what computes on a GPU alone replaced."""
+    """Run a step of all blocks on fake tensors of the CPU, with what computes on a GPU alone replaced until it ends."""
     on_cpu = workload.training.device == "cpu"
     training = replace(workload.training, compile="off", cuda_graph="off", device="cpu")  # A step holds the same.
     if training.scales_loss:
@@ -176,8 +175,7 @@ def _traced_whole(workload: MemoryWorkload, follow_operations: bool) -> TracedSt
             ATTENTION_FUNCTIONS, flash=lambda Q, K, V, mask=None: _flash_of_a_gpu(Q, K, V, is_causal=mask is not None)
         ),
         mock.patch.object(user_models.attention, "_flash_attention", _flash_of_a_gpu),
-        # What the step puts in its place computes by the stand-in, and leaves with it.
-        mock.patch.object(F, "scaled_dot_product_attention", user_models.torch_attention),
+        mock.patch.object(torch.nn.functional, "scaled_dot_product_attention", user_models.torch_attention),
         user_models.copied_code(),
         _adamw_without_kernels(training),
         # Else conversions of parameters, such as .to(), would swap tensors, and deep copies of modules copy the mode.

@@ -69,9 +69,9 @@ def make_inputs(leading, width, vocab_size, dtype=torch.float32, device="cpu", s
 def run(function, hidden, weight, targets, grad_loss=1.0, **options):
     hidden, weight = hidden.detach().requires_grad_(), weight.detach().requires_grad_()
     loss, logsumexp = function(hidden, weight, targets, return_logsumexp=True, **options)
-    assert not logsumexp.requires_grad
     factors = grad_loss * torch.linspace(1, 2, loss.numel(), dtype=loss.dtype, device=loss.device).view(loss.shape)
     grad_hidden, grad_weight = torch.autograd.grad(loss, (hidden, weight), factors)
+    assert not any(tensor.requires_grad for tensor in (logsumexp, grad_hidden, grad_weight))
     return {"loss": loss.detach(), "logsumexp": logsumexp, "grad_hidden": grad_hidden, "grad_weight": grad_weight}
 
 

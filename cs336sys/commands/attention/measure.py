@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from cs336sys.accounting.hardware import least_ms
 from cs336sys.accounting.memory import GIB
-from cs336sys.commands.own_kernels import PARTS, OddCase, UsersProblem, measure_users_function
+from cs336sys.commands import own_kernels
 from cs336sys.errors import CapabilityError, UserCodeError
 from cs336sys.kernels.attention import flash_attention, wait_until_compiled
 from cs336sys.kernels.attention.reference import plain_attention
@@ -35,7 +35,7 @@ from cs336sys.run.cells import Outcome, Progress
 from cs336sys.settings.operations import FLASH_ATTENTION_4, AttentionWorkload
 from cs336sys.settings.sizes import ELEMENT_BYTES
 from cs336sys.settings.user_code import is_user_code
-from cs336sys.timing.calls import calls_by_part, memory_of_call_gib, time_calls
+from cs336sys.timing.calls import time_calls
 from cs336sys.timing.phases import time_phases
 from cs336sys.timing.relative_error import Errors, judged, relative_errors
 from cs336sys.training.model import model_attention
@@ -267,7 +267,7 @@ def measure_flash(configuration: dict[str, Any], progress: Progress) -> Outcome:
     device = choose_device(workload.device)
     if is_user_code(workload.implementation):
         make_problem = functools.partial(UsersAttention, _load_attention(workload), workload, device)
-        return measure_users_function(make_problem, workload, device, TOLERANCES[workload.dtype], progress)
+        return own_kernels.measure_users_function(make_problem, workload, device, TOLERANCES[workload.dtype], progress)
     progress("checking")
     with implementation(workload, device) as attention:
         errors = _errors_if_supported(attention, workload, device)
@@ -277,9 +277,9 @@ def measure_flash(configuration: dict[str, Any], progress: Progress) -> Outcome:
         progress("timing")
         inputs = random_inputs(workload, device)
         forward = functools.partial(attention, *inputs.differentiable)
-        calls = calls_by_part(forward, forward(), inputs.differentiable, inputs.grad_out)
+        calls = own_kernels.calls_by_part(forward, forward(), inputs.differentiable, inputs.grad_out)
         # Held at once by inputs, output, gradients and whatever is kept for backward.
-        call_gib = memory_of_call_gib(calls["end_to_end"], device)
+        call_gib = own_kernels.memory_of_call_gib(calls["end_to_end"], device)
         derived["peak_gib"] = None if call_gib is None else call_gib + sum(tensor.nbytes for tensor in inputs) / GIB
         with reading_gpu(device) as readings:
             samples = {
@@ -367,7 +367,7 @@ def _settle_gpu_memory(device: torch.device) -> None:
 # Attention of the user's, beside ours: ``flash --kernel FILE.py:NAME``.
 
 
-class UsersAttention(UsersProblem):
+class UsersAttention(own_kernels.UsersProblem):
     """The user's attention; one head of one sequence of query, key, value and the output's gradient is new each time.
 
     The workload's seed is not used: a function could be prepared for a seed that is known.
@@ -400,14 +400,14 @@ class UsersAttention(UsersProblem):
             for name, where in (("out", queries), ("dq", queries), ("dk", keys), ("dv", keys)):
                 self.right[name][where] = results[name][0]
 
-    def odd_cases(self) -> list[Callable[[], OddCase]]:
+    def odd_cases(self) -> list[Callable[[], own_kernels.OddCase]]:
         return [
             functools.partial(self._odd_case, context, is_strided)
             # A length that no tile divides, and one shorter than any tile.
             for context, is_strided in itertools.product((131, 1), (False, True))
         ]
 
-    def _odd_case(self, context: int, is_strided: bool) -> OddCase:
+    def _odd_case(self, context: int, is_strided: bool) -> own_kernels.OddCase:
         """Prepare a length that no tile divides; strided inputs have tokens before heads in memory."""
         workload, attention = self._workload, self._attention
         # All heads where they are few, else one group: the heads that share a head of keys. Either way as many share.
@@ -424,7 +424,7 @@ class UsersAttention(UsersProblem):
 
     def least_ms(self) -> dict[str, float]:
         has_gradient = self._attention(*self.inputs.values()).requires_grad  # Only a call shows it.
-        parts = PARTS if has_gradient else PARTS[:1]  # The forward pass alone.
+        parts = own_kernels.PARTS if has_gradient else own_kernels.PARTS[:1]  # The forward pass alone.
         return {part: _least_attention_ms(self._workload, self._device, part) for part in parts}
 
     def rates(self, samples: dict[str, Samples]) -> dict[str, Any]:

@@ -10,15 +10,15 @@ import torch
 import torch._functorch.config
 
 from cs336sys.accounting.hardware import least_ms
+from cs336sys.commands import own_kernels
 from cs336sys.commands.kernels.operation import DifferentiatedFunction, Function, as_tuple
-from cs336sys.commands.own_kernels import OUTPUT_NAMES, PARTS, OddCase, UsersProblem, measure_users_function
 from cs336sys.machine.device import choose_device
 from cs336sys.results.model import Samples
 from cs336sys.run.cells import Outcome, Progress
 from cs336sys.settings.choices import import_named
 from cs336sys.settings.operations import KernelWorkload
 from cs336sys.settings.user_code import is_user_code
-from cs336sys.timing.calls import memory_of_call_gib, time_queued_calls
+from cs336sys.timing.calls import time_queued_calls
 from cs336sys.timing.relative_error import Errors, judged, relative_errors
 from cs336sys.training.user_models import load
 
@@ -66,7 +66,7 @@ def measure_kernel(configuration: dict[str, Any], progress: Progress) -> Outcome
     if is_user_code(workload.implementation):
         assert isinstance(operation, DifferentiatedFunction), "the command refuses others"
         make_problem = functools.partial(UsersOperation, load(workload.implementation), operation, workload, device)
-        return measure_users_function(make_problem, workload, device, TOLERANCES[workload.dtype], progress)
+        return own_kernels.measure_users_function(make_problem, workload, device, TOLERANCES[workload.dtype], progress)
     # A compiled backward pass is repeated on one graph: it must not write its results into saved tensors.
     with torch._functorch.config.patch(donated_buffer=False):
         function = operation.implementations[workload.implementation](workload)
@@ -77,7 +77,7 @@ def measure_kernel(configuration: dict[str, Any], progress: Progress) -> Outcome
             return failure
         progress("timing")
         calls = operation.calls(function, workload, device)
-        derived["over_inputs_gib"] = memory_of_call_gib(calls["end_to_end"], device)
+        derived["over_inputs_gib"] = own_kernels.memory_of_call_gib(calls["end_to_end"], device)
         samples = {
             part: time_queued_calls(call, device, workload.warmup_ms, workload.repetition_ms)
             for part, call in calls.items()
@@ -100,7 +100,7 @@ def part_rates(
     return derived
 
 
-class UsersOperation(UsersProblem):
+class UsersOperation(own_kernels.UsersProblem):
     """The user's function of an op; all inputs, and the gradients of its outputs, are new before each call."""
 
     odd_shapes = "odd numbers of rows"
@@ -118,17 +118,17 @@ class UsersOperation(UsersProblem):
         self.right = self._operation.expected(workload, self._device)
         inputs = self._operation.random_inputs(workload, self._device)
         self.input_names = list(inputs)
-        outputs = [self.right[name] for name in OUTPUT_NAMES if name in self.right]
+        outputs = [self.right[name] for name in own_kernels.OUTPUT_NAMES if name in self.right]
         dtype = next(tensor.dtype for tensor in inputs.values() if tensor.is_floating_point())
         # A gradient has its output's dtype: that of the inputs, or float32 of a loss; what is right is in float64.
         outputs_as_computed = tuple(output.to(torch.float32 if output.dim() == 0 else dtype) for output in outputs)
         gradients = self._operation.gradients(outputs_as_computed, workload)
         self.intended = [tensor.detach() for tensor in (*inputs.values(), *gradients)]
 
-    def odd_cases(self) -> list[Callable[[], OddCase]]:
+    def odd_cases(self) -> list[Callable[[], own_kernels.OddCase]]:
         return [functools.partial(self._odd_case, tokens) for tokens in (131, 1)]  # Rows that no tile divides.
 
-    def _odd_case(self, tokens: int) -> OddCase:
+    def _odd_case(self, tokens: int) -> own_kernels.OddCase:
         """Prepare a number of rows that no tile divides, on inputs that nobody knows before."""
         odd_workload = replace(self._workload, tokens=tokens, seed=secrets.randbits(60))
         run = functools.partial(self._operation.results, self._function, odd_workload, self._device)
@@ -139,7 +139,8 @@ class UsersOperation(UsersProblem):
         gpu = torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else ""
         flops, moved_bytes = self._operation.flops(self._workload), self._operation.moved_bytes(self._workload)
         return {
-            part: least_ms(gpu, self._workload.dtype, flops.get(part, 0), moved_bytes.get(part, 0)) for part in PARTS
+            part: least_ms(gpu, self._workload.dtype, flops.get(part, 0), moved_bytes.get(part, 0))
+            for part in own_kernels.PARTS
         }
 
     def rates(self, samples: dict[str, Samples]) -> dict[str, Any]:

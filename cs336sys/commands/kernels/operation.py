@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cs336sys.commands.own_kernels import OUTPUT_NAMES
+from cs336sys.commands.own_kernels import OUTPUT_NAMES, calls_by_part
 from cs336sys.machine.device import DTYPES
 from cs336sys.settings.operations import KernelWorkload
-from cs336sys.timing.calls import calls_by_part
 
 Function = Callable[..., Any]
 # What an implementation does for a workload; a CapabilityError where it cannot.
