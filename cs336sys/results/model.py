@@ -433,15 +433,11 @@ def _check_types(record: Any, types: Mapping[str, type]) -> None:
 def _read_run(record: dict[str, Any]) -> Run:
     """Build a run, or raise a KeyError, TypeError or ValueError that says what is wrong with the record."""
     _check_types(record, _RUN_TYPES)
-    machine, environment = record["machine"], record["environment"]
-    for name, value in (machine | environment).items():
+    for name, value in (*record["machine"].items(), *record["environment"].items()):
         if isinstance(value, dict | list):
             raise TypeError(f"{name} is no text or number")
-    # These are shortened for titles and notes, as text can be.
-    texts = {name: machine.get(name) for name in ("gpu", "cpu")}
-    texts |= {name: environment.get(name) for name in ("git_commit", "source_digest")}
-    for name, text in texts.items():
-        if not isinstance(text, str | None):
+        # These are shortened for titles and notes, as text can be.
+        if name in ("gpu", "cpu", "git_commit", "source_digest") and not isinstance(value, str | None):
             raise TypeError(f"{name} is no str")
     return Run(**record | {"arguments": tuple(map(str, record["arguments"]))})
 
