@@ -154,8 +154,8 @@ def saved_presentations(ctx: Any) -> Callable[["Invocation"], "Presentation"]:
     def presentation(invocation: "Invocation") -> Presentation:
         # The last run printed all cells, as its line asked. What began with another name was a script, not our line.
         line = invocation.runs[-1].arguments if invocation.runs else ()
-        is_ours = line[:1] == (invocation.command,) and can_be_shown(invocation.command)
-        return parse(*line) if is_ours else Presentation()
+        line = line if line[:1] == (invocation.command,) else (invocation.command,)
+        return parse(*line) if can_be_shown(invocation.command) else Presentation()
 
     return presentation
 
