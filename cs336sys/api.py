@@ -22,7 +22,7 @@ from cs336sys.command_line.faults import sentence_of
 from cs336sys.command_line.invocation import Request, keyword_of, values_of
 from cs336sys.command_line.options.reading import Effect, effect_of, types_in
 from cs336sys.commands.show import drawings, saved_presentations
-from cs336sys.errors import INTERRUPTED, SENTENCES, TERMINATED, OutputError, UsageError, did_you_mean
+from cs336sys.errors import INTERRUPTED, SENTENCES, TERMINATED, UsageError, did_you_mean
 from cs336sys.processes import started_outside
 from cs336sys.results import model
 from cs336sys.results.file import ResultsFile
@@ -114,7 +114,7 @@ class Tables:
         for name in (column, f"{column}_mean"):
             if name in names:
                 return [row.get(name) for row in rows]
-        raise KeyError(f"no column {column!r}{did_you_mean(column, names)}")
+        raise KeyError(f"no column {column!r}{did_you_mean(str(column), names)}")
 
     def _repr_html_(self) -> str:
         return "\n".join(html_table(table, "h4") for table in self.tables)
@@ -153,7 +153,7 @@ class Results(Tables):
             for record in records:
                 file.append(record)  # It raises nothing: it keeps what it cannot write, and sets ``fault``.
         if file.fault is not None:
-            raise OutputError(f"cannot write results to {path}: {file.fault}")
+            raise file.fault
 
     def plot(self, path: str | Path | None = None) -> Pictures | None:
         """Draw the cells as ``show --plot`` does: to this file, or where there are several pictures, to one for each.

@@ -86,14 +86,14 @@ def test_results_are_rows_and_columns(measured):
     assert (row["torch"], row["run_id"]) == (torch.__version__, measured.runs[0].run_id)
     assert repr(measured) == measured.table("table")
     assert "<figure><img" in measured.plot()._repr_html_()
-    with pytest.raises(KeyError, match="no column 'peak_gb'; did you mean peak_gib"):
-        measured["peak_gb"]
+    for column, sentence in (("peak_gb", "'peak_gb'; did you mean peak_gib"), (0, "0")):
+        with pytest.raises(KeyError, match=f"no column {sentence}"):
+            measured[column]
 
 
 def test_numbers_of_numpy_and_ranges_are_lists(measured):
     plan = bench("tiny", device="cpu", dry_run=True, context=range(16, 33, 16), batch_size=np.array([1, 2]))
-    assert plan["context"] == [16, 16, 32, 32]
-    assert plan["batch_size"] == [1, 2, 1, 2]
+    assert (plan["context"], plan["batch_size"]) == ([16, 16, 32, 32], [1, 2, 1, 2])
     assert bench("tiny", device="cpu", dry_run=True, num_layers=np.int64(1))["num_layers"] == [1]
 
 

@@ -6,9 +6,8 @@ import importlib
 import itertools
 import shlex
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 
 from cs336sys.command_line.faults import say
@@ -198,12 +197,9 @@ def saved_pictures(
     command = saved_command(invocation.command)
     with _refusing_faults(invocation):
         pictures = command.pictures(cells, invocation.run, presentation)
-    return {name: partial(_draw, invocation, name, draw_picture) for name, draw_picture in pictures.items()}
-
-
-def _draw(invocation: Invocation, name: str, draw: Callable[[Path], None], path: Path) -> None:
-    with _refusing_faults(invocation, f"drawn as the picture '{name}'"):
-        draw(path)
+    return {
+        name: _refusing_faults(invocation, f"drawn as the picture '{name}'")(draw) for name, draw in pictures.items()
+    }
 
 
 def _leave_out_unsound(invocation: Invocation, presentation: Presentation) -> list[str]:

@@ -138,7 +138,7 @@ def saved_presentations(ctx: Any) -> Callable[["Invocation"], "Presentation"]:
     from cs336sys.tables.saved import Presentation
 
     @functools.cache
-    def parse(name: str, arguments: tuple[str, ...]) -> Presentation:
+    def parse(name: str, *arguments: str) -> Presentation:
         """Return how a saved command line wants cells shown; other options, also unknown ones, are ignored."""
         assert isinstance(ctx.command, LazyGroup)  # Which makes a new command at each call: this one may be changed.
         command = ctx.command.get_command(ctx, name)
@@ -152,12 +152,10 @@ def saved_presentations(ctx: Any) -> Callable[["Invocation"], "Presentation"]:
         return Presentation(**{name: value for name, value in context.params.items() if value})
 
     def presentation(invocation: "Invocation") -> Presentation:
-        if not can_be_shown(invocation.command):
-            return Presentation()
         # The last run printed all cells, as its line asked. What began with another name was a script, not our line.
         line = invocation.runs[-1].arguments if invocation.runs else ()
-        name, *arguments = line or ("",)
-        return parse(invocation.command, tuple(arguments) if name == invocation.command else ())
+        line = line if line[:1] == (invocation.command,) else (invocation.command,)
+        return parse(*line) if can_be_shown(invocation.command) else Presentation()
 
     return presentation
 

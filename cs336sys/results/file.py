@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from cs336sys.errors import UsageError
+from cs336sys.errors import OutputError, UsageError
 from cs336sys.results.foreign import FILE_BYTES, FileUsage, Member, as_member, is_compressed, read_members
 from cs336sys.results.model import SCHEMA_VERSION, Cell, Run, check_version, configuration_key, json_text, read_record
 
@@ -67,7 +67,7 @@ class ResultsFile:
 
     def __init__(self, path: Path):
         self.path = path
-        self.fault: OSError | UsageError | None = None
+        self.fault: OutputError | None = None
         self.notices: list[str] = []
         self._records: list[tuple[str, bytes]] = []  # All that were appended, with their _key().
         self._unwritten: list[bytes] = []  # Those that are not in the file, because it is full or was changed.
@@ -123,29 +123,32 @@ class ResultsFile:
 
     def close(self) -> None:
         self.catch_up()
-        try:
+        with self._noting_fault():
             self._stream.close()
-        except OSError as error:
-            self.fault = error
+
+    @contextlib.contextmanager
+    def _noting_fault(self) -> Iterator[None]:
+        try:
+            with _refusing_faults(self.path):
+                yield
+        except UsageError as error:
+            self.fault = OutputError(str(error))
 
     def catch_up(self) -> None:
         """Write the records that could not be written before, or that others have removed; set :attr:`fault`."""
         self.fault = None
-        try:
+        with self._noting_fault():
             self._follow_changes()
-        except (OSError, UsageError) as error:
-            self.fault = error
-        while self._unwritten and self.fault is None:
-            line = self._unwritten[0]
-            size = self._stream.seek(0, os.SEEK_END)
-            try:
-                while line:  # Without a buffer a write may take only a part.
-                    line = line[self._stream.write(line) :]
+            while self._unwritten:
+                line, size = self._unwritten[0], self._stream.seek(0, os.SEEK_END)
+                try:
+                    while line:  # Without a buffer a write may take only a part.
+                        line = line[self._stream.write(line) :]
+                except OSError:
+                    with contextlib.suppress(OSError):  # No half record stays, where that can be helped.
+                        self._stream.truncate(size)
+                    raise
                 del self._unwritten[0]
-            except OSError as error:
-                self.fault = error
-                with contextlib.suppress(OSError):  # No half record stays, where that can be helped.
-                    self._stream.truncate(size)
         self._size = self._stream.seek(0, os.SEEK_END)
 
     def _follow_changes(self) -> None:

@@ -49,6 +49,9 @@ TEXT_CHARACTERS = 20_000
 LARGEST = 1e60
 SMALLEST = 1e-60  # 1 / LARGEST is a float above it.
 
+# How a results file spells what JSON has no number for.
+NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+
 TIME_UNITS = frozenset({"s", "ms", "us", "ns"})
 
 
@@ -71,13 +74,20 @@ class FileUsage:
         return 100 * max(self.text_bytes / FILE_BYTES, self.memory_bytes / FILE_MEMORY_BYTES)
 
 
+def _checked_text(text: str) -> str:
+    if len(text) > TEXT_CHARACTERS:
+        raise ValueError(f"a text has {len(text):,} characters, more than {TEXT_CHARACTERS:,}")
+    # Cells share names and settings, copies of which would take 0.5 GiB in 100,000 cells of bench.
+    return sys.intern(printable(text))
+
+
 def checked_value(value: Any, depth: int = DEPTH) -> Any:
-    """Return a value of JSON with its text :func:`printable`; a ValueError names what is too large or too deep."""
+    """Return a value of JSON with its text :func:`printable`, and the numbers that :data:`NOT_FINITE` names.
+
+    A ValueError names what is too large or too deep.
+    """
     if isinstance(value, str):
-        if len(value) > TEXT_CHARACTERS:
-            raise ValueError(f"a text has {len(value):,} characters, more than {TEXT_CHARACTERS:,}")
-        # Cells share names and settings, copies of which would take 0.5 GiB in 100,000 cells of bench.
-        return sys.intern(printable(value))
+        return NOT_FINITE[value] if value in NOT_FINITE else _checked_text(value)
     if isinstance(value, float):
         if math.isfinite(value) and abs(value) > LARGEST:
             raise ValueError(f"{value:g} is beyond {LARGEST:g}")
@@ -88,7 +98,7 @@ def checked_value(value: Any, depth: int = DEPTH) -> Any:
         if depth == 0:
             raise ValueError(f"values are nested more than {DEPTH} deep")
         if isinstance(value, dict):
-            return {checked_value(name): checked_value(item, depth - 1) for name, item in value.items()}
+            return {_checked_text(name): checked_value(item, depth - 1) for name, item in value.items()}
         return [checked_value(item, depth - 1) for item in value]
     return value
 

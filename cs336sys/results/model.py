@@ -30,9 +30,6 @@ TABLES_SCHEMA_VERSION = 1  # Of the documents that ``--format json`` prints.
 
 Status = Literal["ok", "oom", "timeout", "unsupported", "error", "wrong"]
 
-# How a results file spells what JSON has no number for.
-_NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
-
 # Entries of a run's environment that name the code, on which no timing depends, and readings of a moment.
 _NO_CONDITIONS = ("cs336sys", "git_commit", "git_dirty", "source_digest", "seed")
 _MOMENTARY = re.compile(r"gpu\d+_(sm_clock_mhz|temperature_c|power_w|clock_limits)")
@@ -205,22 +202,13 @@ def json_text(value: Any, **settings: Any) -> str:
 
 
 def _with_named_numbers(value: Any) -> Any:
-    """Return a value of JSON with the names of :data:`_NOT_FINITE` for NaN and infinities."""
+    """Return a value of JSON with the names of :data:`.foreign.NOT_FINITE` for NaN and infinities."""
     if isinstance(value, float) and not math.isfinite(value):
         # By their texts, for NaN equals no number.
-        return next(name for name, number in _NOT_FINITE.items() if str(number) == str(value))
+        return next(name for name, number in foreign.NOT_FINITE.items() if str(number) == str(value))
     if isinstance(value, Mapping):
         return {name: _with_named_numbers(item) for name, item in value.items()}
     return [_with_named_numbers(item) for item in value] if isinstance(value, list | tuple) else value
-
-
-def _without_named_numbers(value: Any) -> Any:
-    """Undo :func:`_with_named_numbers`."""
-    if isinstance(value, str):
-        return _NOT_FINITE.get(value, value)
-    if isinstance(value, dict):
-        return {name: _without_named_numbers(item) for name, item in value.items()}
-    return [_without_named_numbers(item) for item in value] if isinstance(value, list) else value
 
 
 # Settings that name a folder for files of a cell; memprof's "trace" is a boolean.
@@ -399,11 +387,9 @@ def holds_results(path: Path) -> bool:
 
 
 def read_record(line: bytes) -> dict[str, Any] | None:
-    """Read a line; None for one that is half written, or another program's."""
+    """Read a line, its values unchecked; None for one that is half written, or another program's."""
     try:
         record = json.loads(line)
-        if b'NaN"' in line or b'Infinity"' in line:  # Few lines have any, and looking through a record takes time.
-            record = _without_named_numbers(record)
     except (ValueError, RecursionError):
         return None
     return record if isinstance(record, dict) and {"schema_version", "kind"} <= record.keys() else None
@@ -433,15 +419,11 @@ def _check_types(record: Any, types: Mapping[str, type]) -> None:
 def _read_run(record: dict[str, Any]) -> Run:
     """Build a run, or raise a KeyError, TypeError or ValueError that says what is wrong with the record."""
     _check_types(record, _RUN_TYPES)
-    machine, environment = record["machine"], record["environment"]
-    for name, value in (machine | environment).items():
+    for name, value in (*record["machine"].items(), *record["environment"].items()):
         if isinstance(value, dict | list):
             raise TypeError(f"{name} is no text or number")
-    # These are shortened for titles and notes, as text can be.
-    texts = {name: machine.get(name) for name in ("gpu", "cpu")}
-    texts |= {name: environment.get(name) for name in ("git_commit", "source_digest")}
-    for name, text in texts.items():
-        if not isinstance(text, str | None):
+        # These are shortened for titles and notes, as text can be.
+        if name in ("gpu", "cpu", "git_commit", "source_digest") and not isinstance(value, str | None):
             raise TypeError(f"{name} is no str")
     return Run(**record | {"arguments": tuple(map(str, record["arguments"]))})
 

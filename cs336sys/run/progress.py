@@ -46,6 +46,9 @@ def showing_progress(
     """
     from rich.console import Console
 
+    reading_stderr: Callable[..., contextlib.AbstractContextManager[Any]] = _stderr_by_lines
+    if measured_here:
+        reading_stderr = contextlib.nullcontext
     if not is_shown:
         yield SweepProgress()
     elif Console(stderr=True).is_terminal and os.environ.get("TERM") != "dumb":
@@ -56,11 +59,11 @@ def showing_progress(
         columns = BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(), "{task.fields[stage]}"
         shown_bar = Progress("{task.description}", *columns, console=console, transient=True)
         # Lines of workers are printed above the bar, or they would be written into it.
-        with shown_bar as bar, _stderr_by_lines(functools.partial(_print_above, bar), is_read=not measured_here):
+        with shown_bar as bar, reading_stderr(functools.partial(_print_above, bar)):
             yield _Bar(bar, command, len(configurations))
     else:
         with (
-            _stderr_by_lines(functools.partial(_write_to, os.dup(2)), is_read=not measured_here),
+            reading_stderr(functools.partial(_write_to, os.dup(2))),
             contextlib.closing(_Lines(command, configurations)) as lines,
         ):
             yield lines
@@ -116,11 +119,8 @@ class _Lines(SweepProgress):
 
 
 @contextlib.contextmanager
-def _stderr_by_lines(write: Callable[[bytes], None], *, is_read: bool) -> Iterator[None]:
+def _stderr_by_lines(write: Callable[[bytes], None]) -> Iterator[None]:
     """Call ``write`` with each line that this process, and those that it starts meanwhile, write to standard error."""
-    if not is_read:
-        yield
-        return
     read_end, write_end = os.pipe()
     stderr = os.dup(2)
     os.dup2(write_end, 2)

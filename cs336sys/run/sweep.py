@@ -300,8 +300,9 @@ class _RunningSweep:
             runs = runs | {run.run_id: run}
             if self.results is not None:  # Some cells may be another machine's.
                 run = run_of_one_machine(self.cells, self.results, run)
-        faults = (*unsaved(self.file), *(self.tracking.faults if self.tracking else ()))
-        return Sweep(tuple(self.cells), run, self.interruption, runs, self.ranks, self.stopped, faults)
+        faults = [] if self.file is None or self.file.fault is None else [self.file.fault]
+        faults += self.tracking.faults if self.tracking else ()
+        return Sweep(tuple(self.cells), run, self.interruption, runs, self.ranks, self.stopped, tuple(faults))
 
     @property
     def _count_words(self) -> str:
@@ -398,7 +399,7 @@ class _RunningSweep:
                 self.file.append(cell)
         tell_notices(self.file)
         if self.file is not None and self.file.fault is not None and not self.fault_is_told:
-            say(f"warning: {unsaved(self.file)[0]}; it is tried again after every cell")
+            say(f"warning: {self.file.fault}; it is tried again after every cell")
             self.fault_is_told = True
 
 
@@ -502,15 +503,6 @@ def refuse_what_does_not_fit(
 def _refuse_timeout(options: SweepOptions, identity: RankIdentity | None) -> None:
     if identity is not None and options.cell_timeout is not None:
         raise UsageError("--cell-timeout: ranks that torchrun started cannot be ended and replaced; leave it out")
-
-
-def unsaved(file: ResultsFile | None) -> list[OutputError]:
-    """Explain why some of the cells are not in the ``--save`` file."""
-    if file is None or file.fault is None:
-        return []
-    if isinstance(file.fault, UsageError):
-        return [OutputError(str(file.fault))]  # A sentence already, with the file's name.
-    return [OutputError(f"cannot write results to {file.path}: {file.fault.strerror or file.fault}")]
 
 
 def tell_notices(file: ResultsFile | None) -> None:

@@ -14,6 +14,7 @@ from cs336sys.settings.user_code import is_user_code
 class Program:
     """Actions of a case: what is done to the model and in its steps, the same in one process and on ranks."""
 
+    meaning: str = ""  # What happens, in words.
     steps: int = 3  # Each on a batch of its own.
     micro_batches: int = 1  # Of a step.
     no_sync: bool = False  # All but the last micro-batch of a step are run under ``no_sync``.
@@ -48,37 +49,29 @@ class Program:
 SAVED_AFTER = 2  # Steps before everything is saved.
 
 
-@dataclass(frozen=True)
-class Case:
-    """A program that a wrap is put through, and its meaning."""
-
-    meaning: str  # What happens, in words.
-    program: Program
-
-
-# The cases in the order of the table.
+# The programs that a wrap is put through, by case, in the order of the table.
 CASES = {
-    "step": Case("three steps, each on a batch of its own", Program()),
-    "accumulation": Case("two micro-batches a step, gradients synchronized after each", Program(micro_batches=2)),
-    "no-sync": Case("two micro-batches a step, the first under no_sync", Program(micro_batches=2, no_sync=True)),
-    "clipping": Case("gradients clipped to half of their norm", Program(clips=True)),
-    "scaling": Case("loss scaled, overflow on one rank in the second step", Program(scales=True)),
-    "uneven": Case("the last rank has fewer sequences", Program(uneven=True)),
-    "unused": Case("a parameter is unused on one rank", Program(unused=True)),
-    "frozen": Case("a parameter is frozen before the model is wrapped", Program(frozen=True)),
-    "tied": Case("two weights are one parameter", Program(tied=True)),
-    "evaluation": Case("an evaluation between steps", Program(evaluates=True)),
-    "checkpoint": Case("activation checkpoints around blocks", Program(checkpoints=True)),
-    "compile": Case("compiled blocks", Program(compiles=True, steps=2)),
-    "late": Case("one rank is late by 100 ms before its collectives, then another", Program(late_rank=0, steps=2)),
-    "start": Case("the ranks start with different weights", Program(other_starts=True)),
-    "dropout": Case("dropout masks of the ranks", Program(masks=True)),
-    "groups": Case("the optimizer's groups, and the shapes that it sees", Program(steps=0)),
-    "order": Case("every rank's collectives where one rank alone meets a condition", Program(steps=2)),
-    "save": Case("state dicts saved and loaded after two steps", Program(resume="own")),
-    "save-dcp": Case("torch.distributed.checkpoint, saved and loaded after two steps", Program(resume="dcp")),
-    "save-ranks": Case("saved, and loaded by another number of ranks", Program(resume="ranks")),
-    "run": Case("twenty steps", Program(steps=20)),
+    "step": Program("three steps, each on a batch of its own"),
+    "accumulation": Program("two micro-batches a step, gradients synchronized after each", micro_batches=2),
+    "no-sync": Program("two micro-batches a step, the first under no_sync", micro_batches=2, no_sync=True),
+    "clipping": Program("gradients clipped to half of their norm", clips=True),
+    "scaling": Program("loss scaled, overflow on one rank in the second step", scales=True),
+    "uneven": Program("the last rank has fewer sequences", uneven=True),
+    "unused": Program("a parameter is unused on one rank", unused=True),
+    "frozen": Program("a parameter is frozen before the model is wrapped", frozen=True),
+    "tied": Program("two weights are one parameter", tied=True),
+    "evaluation": Program("an evaluation between steps", evaluates=True),
+    "checkpoint": Program("activation checkpoints around blocks", checkpoints=True),
+    "compile": Program("compiled blocks", compiles=True, steps=2),
+    "late": Program("one rank is late by 100 ms before its collectives, then another", late_rank=0, steps=2),
+    "start": Program("the ranks start with different weights", other_starts=True),
+    "dropout": Program("dropout masks of the ranks", masks=True),
+    "groups": Program("the optimizer's groups, and the shapes that it sees", steps=0),
+    "order": Program("every rank's collectives where one rank alone meets a condition", steps=2),
+    "save": Program("state dicts saved and loaded after two steps", resume="own"),
+    "save-dcp": Program("torch.distributed.checkpoint, saved and loaded after two steps", resume="dcp"),
+    "save-ranks": Program("saved, and loaded by another number of ranks", resume="ranks"),
+    "run": Program("twenty steps", steps=20),
 }
 
 # Programs of which one rank alone meets a condition, and what that is.
@@ -193,7 +186,7 @@ class VerifiedWorkload(Configured):
 
     @property
     def program(self) -> Program:
-        return CASES[self.case].program
+        return CASES[self.case]
 
     @property
     def dimensions(self) -> dict[str, int]:

@@ -191,13 +191,13 @@ def _statistic_of(value: Value, statistic: str) -> Value:
 
 
 def _csv(tables: Sequence[Table]) -> str:
-    name = tables[0].name  # Rows of other tables have other columns: the output options' note says how to get them.
-    flat = [flat_rows(table) for table in tables if table.name == name]
-    keys = list(dict.fromkeys(key for table_keys, _ in flat for key in table_keys))
+    # Rows of other tables have other columns: the output options' note says how to get them.
+    flat = [(table.name, *flat_rows(table)) for table in tables if table.name == tables[0].name]
+    keys = list(dict.fromkeys(key for _, table_keys, _ in flat for key in table_keys))
     stream = io.StringIO()
     writer = csv.writer(stream, lineterminator="\n")
     writer.writerow(map(_csv_word, ["table", *keys]))
-    for _, rows in flat:
+    for name, _, rows in flat:
         writer.writerows(map(_csv_word, [name, *(row.get(key) for key in keys)]) for row in rows)
     return stream.getvalue()
 

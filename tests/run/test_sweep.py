@@ -385,7 +385,7 @@ def test_all_of_a_log_is_passed_on_before_what_follows_it():
         time.sleep(1.1)
         written.append(line)
 
-    with progress_module._stderr_by_lines(write, is_read=True):
+    with progress_module._stderr_by_lines(write):
         os.write(2, b"a warning\n")
     assert written == [b"a warning\n"]
 

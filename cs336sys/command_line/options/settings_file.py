@@ -9,6 +9,7 @@ import contextlib
 import difflib
 import os
 import pwd
+import tomllib
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -42,8 +43,6 @@ def use_settings(ctx: Any, config: Path | None, commands: Collection[str]) -> No
         file = next((path for path in (folder / "pyproject.toml" for folder in folders) if path.is_file()), None)
     tables: dict[str, Any] = {}
     if file is not None:
-        import tomllib
-
         try:
             tables = tomllib.loads(file.read_text(encoding="utf-8"))
         except OSError as error:
@@ -119,8 +118,16 @@ def defaults_of(ctx: Any, parameters: Sequence[Any], typed: Collection[str] = ()
         if name not in options:
             raise UsageError(f"{place}{key}: {_no_such_option(ctx, name, options)}")
         option = options[name]
+        if option.name in defaults:
+            raise UsageError(f"{place}{key}: sets --{name} a second time; leave one of them out")
         declaration = ctx.command.callback.declared[option.name]
-        if not ctx.meta[_IS_NAMED] and not _is_harmless(declaration, value):
+        values = value if isinstance(value, list) else [value]
+        texts = {text.strip() for item in values for text in str(item).split(",")}
+        # An option is harmless, or each of its values is.
+        is_harmless = effect_of(declaration) is Effect.HARMLESS or texts <= {
+            *getattr(declaration, "harmless_values", ())
+        }
+        if not ctx.meta[_IS_NAMED] and not is_harmless:
             raise UsageError(
                 f"{place}{key} = {value!r}: {effect_of(declaration)}, which a file that was found may not; give "
                 f"--{name} on the command line, or name the file: --config {ctx.meta[_FILE]}"
@@ -130,7 +137,6 @@ def defaults_of(ctx: Any, parameters: Sequence[Any], typed: Collection[str] = ()
                 raise UsageError(f"{place}{key} = {value!r}: must be true or false")
             defaults[option.name] = value
         elif option.multiple:
-            values = value if isinstance(value, list) else [value]
             defaults[option.name] = [_option_text(f"{place}{key}", item) for item in values]
         else:
             defaults[option.name] = _option_text(f"{place}{key}", value)
@@ -145,12 +151,6 @@ def _no_such_option(ctx: Any, name: str, names: Collection[str], prefix: str = "
     nearest = nearest_name(name, names)
     hint = f"did you mean {prefix}{nearest}?" if nearest else f"{ctx.command_path} --help-all shows its options"
     return f"{ctx.info_name} has no such option; {hint}"
-
-
-def _is_harmless(declaration: Any, value: Any) -> bool:
-    """Return whether an option is harmless, or each of its values is."""
-    texts = {text.strip() for item in (value if isinstance(value, list) else [value]) for text in str(item).split(",")}
-    return effect_of(declaration) is Effect.HARMLESS or texts <= set(getattr(declaration, "harmless_values", ()))
 
 
 def tell_settings(ctx: Any) -> None:

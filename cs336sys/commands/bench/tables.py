@@ -131,8 +131,7 @@ def _time_table(
     columns = [
         *titles.SIZE_COLUMNS,
         *settings.values(),
-        *(Column(f"{phase}_ms", phase, "ms", spread="samples") for phase in _PHASES),
-        Column("step_ms", "step", "ms", spread="samples"),
+        *named_columns(*(f"{phase}_ms" for phase in _PHASES), "step_ms", spread="samples"),
         *(Column(f"step_ms_p{percent:g}", f"step p{percent:g}", "ms") for percent in percentiles),
         Column("first_measured_ms", "first measured step", "ms"),
         titles.WALL_COLUMN,

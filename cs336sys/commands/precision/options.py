@@ -9,7 +9,7 @@ from cs336sys.command_line.options.training import DeviceOption
 from cs336sys.results.file import ResultsFile
 from cs336sys.results.model import Cell, Run
 from cs336sys.results.recording import command_line, record
-from cs336sys.run.sweep import Sweep, unsaved
+from cs336sys.run.sweep import Sweep
 from cs336sys.tables.saved import SavedCommand, of_run
 from cs336sys.tables.table import Table, named_columns, sentences
 
@@ -64,7 +64,8 @@ def precision(
         for cell in cells:
             file.append(cell)
         file.close()
-    Sweep(tuple(cells), run, runs={run.run_id: run}, faults=tuple(unsaved(file))).report(precision_tables, output)
+    faults = () if file is None or file.fault is None else (file.fault,)
+    Sweep(tuple(cells), run, runs={run.run_id: run}, faults=faults).report(precision_tables, output)
 
 
 SAVED = SavedCommand(of_run(precision_tables))

@@ -7,9 +7,10 @@ from typing import Any
 
 from cs336sys.accounting.hardware import datasheet, peak_tflops
 from cs336sys.accounting.memory import GIB
-from cs336sys.accounting.step_time.rates import rates_of
+from cs336sys.accounting.step_time.rates import GPUS
 from cs336sys.commands.report.problem import Command, Handout, Part, Problem, Target, arithmetic
 from cs336sys.commands.report.problems import code, profiles, ranks, speed
+from cs336sys.errors import UsageError, choose_from
 from cs336sys.machine.system import cpu_cores, memory_gib, read_gpus, visible_gpus
 from cs336sys.tables.numbers import format_duration
 from cs336sys.tables.table import Table, named_columns
@@ -106,8 +107,9 @@ def target_of(
     gpus = [] if device == "cpu" or gpu is not None else read_gpus()  # Taken to be alike; a slice, to be a whole.
     local_gpus = gpus[:1] if os.environ.get("CUDA_VISIBLE_DEVICES", "").startswith("MIG-") else visible_gpus(gpus)
     if gpu is not None:
-        sheet = datasheet(rates_of(gpu).gpu)
-        assert sheet is not None  # rates_of() has refused a GPU without one.
+        sheet = datasheet(GPUS.get(gpu.lower(), gpu))
+        if sheet is None:
+            raise UsageError(f"--gpu {gpu}: no datasheet is known; {choose_from(gpu, GPUS)}")
         fp32_tflops, *_ = sheet.tflops
         target = Target(handout, size, device, gpus=1, tflops=fp32_tflops, memory_gib=sheet.memory_bytes / GIB)
     elif local_gpus:

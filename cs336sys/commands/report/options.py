@@ -33,6 +33,7 @@ from cs336sys.settings.fields import OUTPUT
 from cs336sys.settings.sizes import SIZES
 from cs336sys.tables.outputs import check_writable
 from cs336sys.tables.page import find_browser
+from cs336sys.tables.render import STDOUT, emit, render
 
 # Formats by what a file's name ends in.
 _FORMATS = {".html": "html", ".htm": "html", ".md": "markdown", ".markdown": "markdown"}
@@ -112,8 +113,6 @@ def report(
 
     cs336sys report --year 2026 --run --size tiny --device cpu --output tiny.html
     """
-    from cs336sys.tables.render import STDOUT, emit
-
     year, size, run, folder = write_up.year, write_up.size, write_up.run, write_up.folder
     problems = write_up.problems()
     document_format = _document_format(format, output)
@@ -166,8 +165,6 @@ def _write_up(
 
 def _document_format(format: str | None, output: Path | None) -> str:
     """Return the document's format: that of ``--format``, or that of the file's ending; Markdown for stdout."""
-    from cs336sys.tables.render import STDOUT
-
     if format is None and output not in (None, STDOUT) and output.suffix.lower() not in _FORMATS:
         raise UsageError(f"--output {output}: the name must end in {', '.join(_FORMATS)}, or give --format")
     chosen = format or ("markdown" if output is None else _FORMATS.get(output.suffix.lower(), "markdown"))
@@ -184,8 +181,6 @@ def run_commands(plan: Sequence[tuple[Command, Sequence[str]]], target: Target, 
 
     Return the command lines that failed. A lack of a GPU or of a program is no failure.
     """
-    from cs336sys.tables.render import render
-
     check_writable(folder / "results", "--folder")  # No such file is kept: this finds out whether files can be made.
     say(render([plan_table(plan, target)], "table").rstrip())
     failed = []

@@ -14,7 +14,7 @@ from cs336sys import __version__
 from cs336sys.command_line.faults import say
 from cs336sys.command_line.options.output import OutputOptions, SaveOption
 from cs336sys.command_line.options.reading import reads_file, setting, writes_file
-from cs336sys.errors import OutputError, UsageError
+from cs336sys.errors import UsageError
 from cs336sys.findings import sentence
 from cs336sys.results.model import Cell, Run
 from cs336sys.results.recording import command_line, record
@@ -144,4 +144,4 @@ def _record_and_save(path: Path | None, run_id: str, first: "Analysis", cells: l
         for cell in cells:
             results.append(cell)
         if results.fault is not None:
-            raise OutputError(f"cannot write --save {path}: {results.fault}")
+            raise results.fault

@@ -97,7 +97,7 @@ def choose_training(workload: VerifiedWorkload, device: torch.device, dtype: tor
             training = replace(training, dtype=torch.float32)
         for rate in LEARNING_RATES:  # The largest first; the smallest stays if losses run away with all.
             trial = replace(training, learning_rate=rate)
-            record = train_in_one_process(trial, CASES["run"].program, keeps_tensors=False)
+            record = train_in_one_process(trial, CASES["run"], keeps_tensors=False)
             if stay_near(record.numbers("loss")):
                 break
         _dtype_and_rate_of[key] = training.dtype, rate
