@@ -103,6 +103,16 @@ def _open_decompressed(path: Path) -> Any:
     return archive.open(names[0])
 
 
+def have_same_content(first: Path, second: Path) -> bool:
+    """Return whether two files hold the same bytes once they are decompressed."""
+    streams = io.BufferedReader(_open_decompressed(first)), io.BufferedReader(_open_decompressed(second))
+    with streams[0] as first_stream, streams[1] as second_stream:
+        while (part := first_stream.read(MIB)) == second_stream.read(MIB):
+            if not part:
+                return True
+    return False
+
+
 def _check_expansion(path: Path) -> None:
     """Refuse a compressed file that holds far more than traces do, before anything in it is decoded."""
     size = path.stat().st_size
@@ -437,6 +447,8 @@ class _Events:
         """Return the text read so far, and where in it the list of events begins."""
         key = re.compile(r'"traceEvents"\s*:\s*\[')
         text = self._read(_CHUNK_CHARACTERS)
+        if not text:
+            raise UsageError(captures.EMPTY)  # Of a compressed file.
         if text.lstrip().startswith("["):
             self._is_array = True
             return text, text.index("[") + 1
