@@ -68,9 +68,9 @@ def load_trace(path: Path) -> Capture:
         rank=rank if rank >= 0 else None,
         ranks=max(_column_value(distributed.get("world_size")), 0),
         gpu_names={
-            int(device["id"]): printable(str(device["name"]))
+            device["id"]: printable(str(device["name"]))
             for device in events.value("deviceProperties", [])
-            if isinstance(device, dict) and {"id", "name"} <= device.keys()
+            if isinstance(device, dict) and type(device.get("id")) is int and "name" in device
         },
     )
 

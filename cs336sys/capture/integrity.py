@@ -45,7 +45,7 @@ def check_capture(capture: Capture) -> Capture:
         sentences.append(say_capture("cut"))
     if capture.unreadable:
         sentences.append(say_capture("unreadable", count=capture.unreadable))
-    capture = _leave_out_other_sessions(capture, sentences)
+    capture = _from_zero(_leave_out_other_sessions(capture, sentences))
     if not capture.is_gpu:  # Operators stand for work, with launches made of them: the checks below are of GPU work.
         return replace(capture, launch=_match_launches(capture, sentences), damage=Damage(tuple(sentences)))
     capture = _leave_out_repetitions(capture, sentences)
@@ -92,6 +92,14 @@ def _leave_out_other_sessions(capture: Capture, sentences: list[str]) -> Capture
         return capture
     sentences.append(say_capture("other session", count=left_out, total=len(times)))
     return replace(capture, **remaining)
+
+
+def _from_zero(capture: Capture) -> Capture:
+    """Return the capture with its times moved so that none is below 0, where -1 stands for no time."""
+    tables = {name: getattr(capture, name) for name in ("work", "calls", "ranges", "operations", "modules")}
+    first = min(int(rows.start.min(initial=0)) for rows in tables.values())
+    moved = {name: replace(rows, start=rows.start - first, stop=rows.stop - first) for name, rows in tables.items()}
+    return replace(capture, **moved) if first < 0 else capture
 
 
 def _leave_out_repetitions(capture: Capture, sentences: list[str]) -> Capture:

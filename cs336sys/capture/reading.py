@@ -128,13 +128,8 @@ def read_captures(paths: Sequence[Path], step: str | None = None, *, single: boo
 
     Ranks are those that files name; where they name none or one twice, those of file names (``rank3``), else their
     order. GPUs of one capture are told apart like ranks. Other programs' files in a folder are passed over.
-
-    Args:
-        step: name of the ranges that are the steps.
-        single: one capture is read, and a second one refused.
-
-    Raises:
-        UsageError: a file cannot be read, or two are of one rank.
+    ``step``: name of the ranges that are the steps. A UsageError says that a file cannot be read, that two are of one
+    rank, or that there are several captures where a ``single`` one is read.
     """
     gpus, passed_over = [], []
     for path in capture_files(paths):

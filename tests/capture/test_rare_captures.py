@@ -247,7 +247,6 @@ DAMAGE = {
     "kernels lost": (lambda e: drop(e, sampled(kernels(e))), "9 of 192 launches have no kernel: the profiler lost"),
     "kernels lost everywhere": (lambda e: drop(e, kernels(e)[::9]), "22 of 192 launches have no kernel"),
     "replays": (replay, "The GPU computes"),
-    "kernel of a replay lost": (lambda e: replay(e, 70), "1 of 8 replays of CUDA graphs lacks kernels that all others"),
     "kernels of two replays lost": (lambda e: replay(e, 0, 190), "2 of 8 replays of CUDA graphs lack kernels that all"),
     "launches lost": (lambda e: drop(e, launches(e)[30:50]), "20 of 192 kernels and copies have no launch"),
     "half at 0": (lambda e: change(e[len(e) // 2 :], ts=0.0, dur=0.0), "201 of 400 events are at times"),
