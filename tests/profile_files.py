@@ -126,9 +126,8 @@ class ChromeTrace:
 
     def __init__(self, path: Path):
         self.path = path
-        self.events: list[dict] = [
-            {"ph": "M", "name": "process_name", "pid": 100, "tid": 0, "args": {"name": "python"}}
-        ]
+        name = {"ph": "M", "name": "process_name", "pid": 100, "tid": 0, "args": {"name": "python"}}
+        self.events: list[dict] = [name]
         self._correlation = 0
 
     def event(self, category: str, name: str, start: int, end: int, tid, pid=100, **arguments) -> None:

@@ -27,6 +27,7 @@ FILE_BYTES = 4 * 2**30
 EVENTS = 10_000_000
 READING_S = 600.0
 TOO_SLOW = f"is not read within {READING_S:g} s of CPU time: profile fewer steps"
+EMPTY = "is empty: nothing was written to it"
 LATEST_NS = 1 << 61  # Sums of times are 64 bits wide.
 _NAME_CHARACTERS = 8000  # Templates have names of some thousand characters; strangers may write more.
 _NAMES = 1_000_000

@@ -68,9 +68,9 @@ def load_trace(path: Path) -> Capture:
         rank=rank if rank >= 0 else None,
         ranks=max(_column_value(distributed.get("world_size")), 0),
         gpu_names={
-            int(device["id"]): printable(str(device["name"]))
+            device["id"]: printable(str(device["name"]))
             for device in events.value("deviceProperties", [])
-            if isinstance(device, dict) and {"id", "name"} <= device.keys()
+            if isinstance(device, dict) and type(device.get("id")) is int and "name" in device
         },
     )
 
@@ -101,6 +101,16 @@ def _open_decompressed(path: Path) -> Any:
     if len(names) != 1:
         raise UsageError(f"is a zip archive of {len(names)} files: unpack it, and give their folder")
     return archive.open(names[0])
+
+
+def have_same_content(first: Path, second: Path) -> bool:
+    """Return whether two files hold the same bytes once they are decompressed."""
+    streams = io.BufferedReader(_open_decompressed(first)), io.BufferedReader(_open_decompressed(second))
+    with streams[0] as first_stream, streams[1] as second_stream:
+        while (part := first_stream.read(MIB)) == second_stream.read(MIB):
+            if not part:
+                return True
+    return False
 
 
 def _check_expansion(path: Path) -> None:
@@ -437,6 +447,8 @@ class _Events:
         """Return the text read so far, and where in it the list of events begins."""
         key = re.compile(r'"traceEvents"\s*:\s*\[')
         text = self._read(_CHUNK_CHARACTERS)
+        if not text:
+            raise UsageError(captures.EMPTY)  # Of a compressed file.
         if text.lstrip().startswith("["):
             self._is_array = True
             return text, text.index("[") + 1

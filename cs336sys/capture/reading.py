@@ -1,7 +1,6 @@
 """Reading of a profiler's file, of whatever kind it is, and of the files of several ranks."""
 
 import codecs
-import filecmp
 import itertools
 import re
 import sqlite3
@@ -12,9 +11,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+
 from cs336sys.capture.analysis import Analysis, analyze
-from cs336sys.capture.capture import FILE_BYTES, TOO_SLOW, Capture, ForeignFileError, say_capture
-from cs336sys.capture.chrome_trace import GZIP_MAGIC, UTF16_MARKS, ZIP_MAGIC, load_trace
+from cs336sys.capture.capture import EMPTY, FILE_BYTES, TOO_SLOW, Capture, ForeignFileError, say_capture
+from cs336sys.capture.chrome_trace import GZIP_MAGIC, UTF16_MARKS, ZIP_MAGIC, have_same_content, load_trace
 from cs336sys.capture.integrity import check_capture
 from cs336sys.capture.nsys import REPORT_SUFFIXES, export, load_export
 from cs336sys.capture.ranks import RanksAnalysis, match_ranks
@@ -54,6 +55,8 @@ def open_capture(path: Path, called: str | None = None) -> Capture:
         raise UsageError(f"cannot read {called}: {error.strerror or error}") from error
     if size > FILE_BYTES:
         raise UsageError(f"{called} {say_capture('too large', mib=FILE_BYTES // MIB)}")
+    if not head:
+        raise UsageError(f"{called} {EMPTY}")
     is_database = head.startswith(b"SQLite format 3\x00")
     if path.suffix in REPORT_SUFFIXES and not is_database:  # An export needs no nsys, whatever its name.
         nsys = find_nsys()
@@ -86,7 +89,8 @@ class AnalysedCaptures:
 
     analyses: tuple[Analysis, ...]  # Of each GPU, ordered by rank.
     timelines: tuple[Timeline, ...]  # Likewise.
-    capture: Capture  # The first file.
+    path: Path  # The first file.
+    capture: Capture  # Of it.
     ranks: RanksAnalysis | None  # Analysis of all together; None for a single GPU, or where no collectives match.
     notes: tuple[str, ...]  # How ranks were told apart.
 
@@ -119,12 +123,13 @@ class _GpuCapture(NamedTuple):
     gpus_in_file: int
 
 
-def read_captures(paths: Sequence[Path], step: str | None = None) -> AnalysedCaptures:
+def read_captures(paths: Sequence[Path], step: str | None = None, *, single: bool = False) -> AnalysedCaptures:
     """Read one capture, or those of several ranks.
 
     Ranks are those that files name; where they name none or one twice, those of file names (``rank3``), else their
-    order. GPUs of one capture are told apart like ranks. ``step``: name of the ranges that are the steps. A UsageError
-    says that a file cannot be read, or that two are of one rank. Other programs' files in a folder are passed over.
+    order. GPUs of one capture are told apart like ranks. Other programs' files in a folder are passed over.
+    ``step``: name of the ranges that are the steps. A UsageError says that a file cannot be read, that two are of one
+    rank, or that there are several captures where a ``single`` one is read.
     """
     gpus, passed_over = [], []
     for path in capture_files(paths):
@@ -135,6 +140,8 @@ def read_captures(paths: Sequence[Path], step: str | None = None) -> AnalysedCap
                 raise
             passed_over.append(error)
             continue
+        if single and gpus:
+            raise UsageError(f"one report is read at a time, not {gpus[0].path} and {path}: run the command for each")
         try:
             file_timelines = timelines(capture, step)
         except UsageError as error:
@@ -142,11 +149,13 @@ def read_captures(paths: Sequence[Path], step: str | None = None) -> AnalysedCap
         gpus += [_GpuCapture(path, capture, timeline, len(file_timelines)) for timeline in file_timelines]
     if not gpus:
         raise passed_over[0]
-    for first, second in itertools.combinations(dict.fromkeys(gpu.path for gpu in gpus), 2):
-        if filecmp.cmp(first, second, shallow=False):
+    capture_of_file = {gpu.path: gpu.capture for gpu in gpus}
+    for first, second in itertools.combinations(capture_of_file, 2):
+        starts = [capture_of_file[path].work.start for path in (first, second)]
+        if np.array_equal(*starts) and have_same_content(first, second):
             raise UsageError(f"{first} and {second} are copies of one file, and no two ranks: leave one out")
     world = _world_size(gpus)
-    rank_of_file, notes = _ranks_of_files({gpu.path: gpu.capture.rank for gpu in gpus}, world)
+    rank_of_file, notes = _ranks_of_files({path: capture.rank for path, capture in capture_of_file.items()}, world)
     notes += tuple(f"passed over: {error}" for error in passed_over)
     gpus.sort(key=lambda gpu: (rank_of_file[gpu.path], gpu.timeline.gpu[0]))
     gpu_timelines = tuple(gpu.timeline for gpu in gpus)
@@ -166,7 +175,7 @@ def read_captures(paths: Sequence[Path], step: str | None = None) -> AnalysedCap
         # By the numbers of match_ranks: equal ones are one step on all ranks.
         numbers = analysis.step_numbers if ranks is None else ranks.step_numbers[place]
         analyses.append(replace(analysis, step_numbers=numbers))
-    return AnalysedCaptures(tuple(analyses), gpu_timelines, gpus[0].capture, ranks, notes)
+    return AnalysedCaptures(tuple(analyses), gpu_timelines, gpus[0].path, gpus[0].capture, ranks, notes)
 
 
 _RANKS_BY_NAME = "ranks by the names of the files"

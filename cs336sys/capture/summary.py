@@ -207,6 +207,8 @@ def _attributed_percent(work: LaunchedWork, is_in_phase: NDArray[np.bool_], cove
             is_inside = (times >= of_process.start.min()) & (times <= of_process.stop.max())
             is_expected |= (work.process == process) & is_inside
     expected_ns = int(work.length[is_expected].sum())
+    if not expected_ns:
+        raise UsageError("all kernels in these ranges begin and end at once: the capture has no durations to sum up")
     percent = 100 * int(work.length[is_expected & is_attributed].sum()) / expected_ns
     if percent < _LEAST_PERCENT:
         facts = {"expected_ms": expected_ns / 1e6, "unlaunched_ms": work.length[~has_launch].sum() / 1e6}

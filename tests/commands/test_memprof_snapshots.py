@@ -49,10 +49,8 @@ def test_verdict_comes_first_and_the_failure_before_peaks(folder):
     assert causes == [("fragmentation", "proved"), ("leak", "proved")]
 
 
-CATEGORIES = [
-    f"{name}_bytes"
-    for name in ("parameters", "gradients", "optimizer_state", "activations", "temporary", "graph_pools", "unknown")
-]
+KINDS = "parameters gradients optimizer_state activations temporary graph_pools unknown"
+CATEGORIES = [f"{kind}_bytes" for kind in KINDS.split()]
 
 
 def test_difference_adds_up_to_the_last_row(folder):

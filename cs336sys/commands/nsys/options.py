@@ -111,13 +111,11 @@ def _profile(
 
 
 def _show_report(source: list[Path], range_names: list[str], profiling: ProfilerOptions, output: OutputOptions) -> None:
-    from cs336sys.capture.reading import capture_files, read_captures
+    from cs336sys.capture.reading import read_captures
     from cs336sys.capture.summary import summarize
     from cs336sys.commands.nsys.tables import plot_report, report_tables
 
-    if len(files := capture_files(source)) > 1:
-        raise UsageError(f"--from: one report is read at a time, not {len(files)}; run the command for each of them")
-    report = read_captures(files)
+    report = read_captures(source, single=True)
     recorded_names = report.capture.range_names()
     names = []
     for text in range_names:
@@ -125,7 +123,7 @@ def _show_report(source: list[Path], range_names: list[str], profiling: Profiler
     try:
         profile = summarize(report.capture, names, report.timelines)
     except UsageError as error:
-        raise UsageError(f"{files[0]}: {error}") from error
+        raise UsageError(f"{report.path}: {error}") from error
     output.emit(report_tables(report, profile, top=profiling.top, full_names=profiling.full_names))
     if profiling.plot is not None:
         plot_report(profile, profiling.plot)

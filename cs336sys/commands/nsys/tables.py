@@ -102,7 +102,7 @@ def _phase_row(measured: MeasuredProfile, row: RangeTime) -> dict[str, Any]:
     # operations of a CPU are themselves slowed down.
     whole_ms = unprofiled.median if unprofiled and measured.profile.is_gpu else wall_ms
     idle_percent = launch_bound = None
-    if measured.profile.is_idle_known:
+    if measured.profile.is_idle_known and whole_ms:
         idle_percent = max(0.0, 100 * (1 - busy_ms / whole_ms))
         if measured.profile.is_gpu:
             launch_bound = "yes" if idle_percent > titles.LAUNCH_BOUND_IDLE_PERCENT else "no"
