@@ -4,7 +4,6 @@ A work's launch is a row of the calls, -1 without one: to a column that is looke
 """
 
 import re
-from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -29,13 +28,11 @@ _NEVER = 1 << 62  # Beyond all times.
 
 # Calls that launch a kernel each, or a graph of them, on CUDA, HIP and XPU.
 _SINGLE_LAUNCH = re.compile(r"LaunchKernel|KernelLaunch|LaunchCooperativeKernel(?!Multi)")
-_GRAPH_LAUNCH = re.compile("GraphLaunch")
-_LAUNCH = re.compile(rf"{_SINGLE_LAUNCH.pattern}|{_GRAPH_LAUNCH.pattern}")
+_LAUNCH = re.compile(rf"{_SINGLE_LAUNCH.pattern}|GraphLaunch")
 # A kernel launched without attributes does not begin before the one before it on its stream ends.
 _PLAIN_LAUNCH = re.compile(r"^cu(da)?LaunchKernel(_v\d+|_ptsz)*$")
 _BEGIN_GRAPH, _END_GRAPH = re.compile("BeginCapture"), re.compile("EndCapture")
 _DEVICE_WAIT = re.compile(r"(Device|Ctx)Synchronize")
-_MOST_INCOMPLETE = 20  # Where more replays run what no other does, their graphs differ.
 
 
 def check_capture(capture: Capture) -> Capture:
@@ -50,7 +47,6 @@ def check_capture(capture: Capture) -> Capture:
         return replace(capture, launch=_match_launches(capture, sentences), damage=Damage(tuple(sentences)))
     capture = _leave_out_repetitions(capture, sentences)
     capture = replace(capture, launch=_match_launches(capture, sentences))
-    incomplete = _incomplete_replays(capture, sentences)  # Before a check leaves out work of a replay.
     checks: tuple[tuple[Callable[[Capture], Flags], str], ...] = (
         (_begins_early, "begin before their launch"),
         (_begins_late, "begin more than a second after the last call"),
@@ -75,8 +71,7 @@ def check_capture(capture: Capture) -> Capture:
             capture = replace(capture, work=capture.work.select(~is_impossible), launch=capture.launch[~is_impossible])
     lost_launches.append(_lost_launches(capture, left_out=sum(map(len, lost_launches)), sentences=sentences))
     unlaunched = _lost_work(capture, sentences)
-    lost = np.concatenate((*lost_launches, incomplete))
-    return replace(capture, damage=Damage(tuple(sentences), lost, unlaunched, hides_idle_time))
+    return replace(capture, damage=Damage(tuple(sentences), np.concatenate(lost_launches), unlaunched, hides_idle_time))
 
 
 def _leave_out_other_sessions(capture: Capture, sentences: list[str]) -> Capture:
@@ -173,38 +168,6 @@ def _match_launches(capture: Capture, sentences: list[str]) -> Times:
     if ambiguous := int(is_ambiguous.sum() + is_contested.sum()):
         sentences.append(say_capture("ambiguous numbers", count=ambiguous))
     return launch
-
-
-def _incomplete_replays(capture: Capture, sentences: list[str]) -> Times:
-    """Return (launches, 2) process and time of replays of a CUDA graph that lack work which all others of it ran.
-
-    Profilers do not say which graph was launched. A replay that runs, by name, what no other does may be one of a graph
-    that is replayed several times and runs all this and more: if three replays of that graph, this one among them,
-    stand between the same two, as those of steps do. The first replay counts as following the last.
-    """
-    calls = capture.calls
-    of_graph = np.append(capture.is_named(calls.name, _GRAPH_LAUNCH.search), False)[capture.launch]
-    columns = capture.work.process[of_graph], calls.start[capture.launch[of_graph]], capture.work.name[of_graph]
-    rows, counts = np.unique(np.column_stack(columns), axis=0, return_counts=True)
-    work_of_replay: dict[tuple[int, int], Counter[int]] = defaultdict(Counter)  # In the order of the launches.
-    for (process, start, name), count in zip(rows.tolist(), counts.tolist(), strict=True):
-        work_of_replay[process, start][name] = count
-    graphs = [frozenset(work.items()) for work in work_of_replay.values()]
-    work_of_graph = dict(zip(graphs, work_of_replay.values(), strict=True))
-    replays_of_graph = Counter(graphs)
-    unique = [place for place, graph in enumerate(graphs) if replays_of_graph[graph] == 1]
-    incomplete: set[int] = set()
-    for graph, work in work_of_graph.items() if len(unique) <= _MOST_INCOMPLETE else ():
-        lacking = {place for place in unique if work_of_graph[graphs[place]] < work}
-        if lacking and replays_of_graph[graph] > 1:
-            supposed = [graph if place in lacking else replayed for place, replayed in enumerate(graphs)]
-            triples = list(zip(supposed[-1:] + supposed[:-1], supposed, supposed[1:] + supposed[:1], strict=True))
-            counts_of_triples = Counter(triples)
-            incomplete |= {place for place in lacking if counts_of_triples[triples[place]] > 2}
-    if incomplete:
-        sentences.append(say_capture("incomplete replays", count=len(incomplete), total=len(graphs)))
-    marks = [mark for place, mark in enumerate(work_of_replay) if place in incomplete]
-    return np.array(marks, np.int64).reshape(-1, 2)
 
 
 def _begins_early(capture: Capture) -> Flags:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from cs336sys.errors import UsageError
 from cs336sys.parallel.collectives import gather_numbers, group_device, is_stream_captured, require_process_group
@@ -23,6 +24,9 @@ _WHOLE = "whole_shape_and_dimension"
 _PARTIAL_MARK = "has_partial_gradient"
 _LACKS_RANKS = "gradient_lacks_ranks"
 WAS_CUT = "was_cut_into_slices"  # Of a whole parameter, in whose place the module has a slice or part.
+
+# Not attributes of parameters, which are pickled.
+_lacks_ranks = WeakTensorKeyDictionary()
 
 # Two functions of torch.nn.utils without their decorators: the one that clip_grad_norm_ calls once it knows the norm,
 # and users as clip_grads_with_norm_; and clip_grad_value_.
@@ -59,8 +63,9 @@ def mark_partial(parameter: nn.Parameter) -> None:
 
 
 def mark_unfinished(parameter: nn.Parameter, lacks_ranks: Callable[[], bool]) -> None:
-    """Let optimizers refuse the parameter while ``lacks_ranks()`` says that its gradient is not that of all ranks."""
-    setattr(parameter, _LACKS_RANKS, lacks_ranks)
+    """Let optimizers refuse the parameter while this bound method says that its gradient is not that of all ranks."""
+    setattr(parameter, _LACKS_RANKS, True)
+    _lacks_ranks[parameter] = weakref.WeakMethod(lacks_ranks)
 
 
 @functools.cache
@@ -83,7 +88,8 @@ def _check_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         # One of them stands for all: their gradients are finished together. (To look into vars() is fastest.)
         watched = (parameter for parameter in group["params"] if _LACKS_RANKS in vars(parameter))
         parameter = next((parameter for parameter in watched if parameter.grad is not None), None)
-        if parameter is not None and getattr(parameter, _LACKS_RANKS)():
+        lacks_ranks = None if parameter is None else _lacks_ranks.get(parameter, lambda: None)()
+        if lacks_ranks is not None and lacks_ranks():
             raise UsageError(
                 "gradients lack those of other ranks: call finish_gradient_synchronization() of the FSDP or "
                 "TensorParallel module, on every rank, between the backward pass and step()"

@@ -228,14 +228,6 @@ def renumber(rows, number):
         row["args"]["correlation"] = number(row["args"]["correlation"])
 
 
-def replay(events, *lost):
-    """Make each step's kernels those of a graph, and lose some."""
-    renumber(kernels(events), lambda number: (number - 1) // 24 * 24 + 1)
-    others = [row for row in launches(events) if row["args"]["correlation"] % 24 != 1]
-    drop(events, others + [kernels(events)[number] for number in lost])
-    change(launches(events), name="cudaGraphLaunch")
-
-
 def pause(events, us=4e5, step=5):
     begin = next(event["ts"] for event in events if event["name"] == f"ProfilerStep#{step}")
     change([event for event in events if event.get("ts", 0) > begin], ts=lambda ts: ts + us)
@@ -246,8 +238,6 @@ def pause(events, us=4e5, step=5):
 DAMAGE = {
     "kernels lost": (lambda e: drop(e, sampled(kernels(e))), "9 of 192 launches have no kernel: the profiler lost"),
     "kernels lost everywhere": (lambda e: drop(e, kernels(e)[::9]), "22 of 192 launches have no kernel"),
-    "replays": (replay, "The GPU computes"),
-    "kernels of two replays lost": (lambda e: replay(e, 0, 190), "2 of 8 replays of CUDA graphs lack kernels that all"),
     "launches lost": (lambda e: drop(e, launches(e)[30:50]), "20 of 192 kernels and copies have no launch"),
     "half at 0": (lambda e: change(e[len(e) // 2 :], ts=0.0, dur=0.0), "201 of 400 events are at times"),
     "overrun": (lambda e: change(kernels(e)[70:71], dur=1.6e6), "1 of 192 kernels and copies end after a call"),
