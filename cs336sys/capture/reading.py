@@ -127,11 +127,11 @@ def read_captures(paths: Sequence[Path], step: str | None = None, *, single: boo
     """Read one capture, or those of several ranks.
 
     Ranks are those that files name; where they name none or one twice, those of file names (``rank3``), else their
-    order. GPUs of one capture are told apart like ranks. Other programs' files in a folder are passed over.
-    ``step``: name of the ranges that are the steps. A UsageError says that a file cannot be read, that two are of one
-    rank, or that there are several captures where a ``single`` one is read.
+    order. GPUs of one capture are told apart like ranks. Other programs' files in a folder are passed over. ``step``:
+    name of the ranges that are the steps. A UsageError refuses unreadable files, two of a rank, two where one is read.
     """
-    gpus, passed_over = [], []
+    gpus: list[_GpuCapture] = []
+    passed_over: list[ForeignFileError] = []
     for path in capture_files(paths):
         try:
             capture = open_capture(path)
@@ -151,8 +151,8 @@ def read_captures(paths: Sequence[Path], step: str | None = None, *, single: boo
         raise passed_over[0]
     capture_of_file = {gpu.path: gpu.capture for gpu in gpus}
     for first, second in itertools.combinations(capture_of_file, 2):
-        starts = [capture_of_file[path].work.start for path in (first, second)]
-        if np.array_equal(*starts) and have_same_content(first, second):
+        begin, also_begin = (capture_of_file[path].work.start for path in (first, second))
+        if np.array_equal(begin, also_begin) and have_same_content(first, second):
             raise UsageError(f"{first} and {second} are copies of one file, and no two ranks: leave one out")
     world = _world_size(gpus)
     rank_of_file, notes = _ranks_of_files({path: capture.rank for path, capture in capture_of_file.items()}, world)
