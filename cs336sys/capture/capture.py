@@ -5,7 +5,7 @@ import math
 import re
 from array import array
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from functools import partial
 from typing import Any, NamedTuple, Self, TypeVar, get_args, get_origin
@@ -261,6 +261,7 @@ class Capture:
     gpu_names: Mapping[int, str] = field(default_factory=dict)  # By the GPU's number.
     peak_bytes: Mapping[int, int] = field(default_factory=dict)  # By GPU, the most that torch's allocator held.
     unreadable: int = 0  # How many events had no time, or an impossible one.
+    incomplete_launches: Collection[int] = ()  # Launch numbers of work among them.
     is_cut: bool = False  # The file ends too early.
     damage: Damage = field(default_factory=Damage)
 

@@ -3,6 +3,7 @@
 import codecs
 import contextlib
 import gzip
+import hashlib
 import io
 import itertools
 import json
@@ -59,7 +60,7 @@ def load_trace(path: Path) -> Capture:
             try:
                 loader.add(event)
             except (ArithmeticError, ValueError, KeyError, TypeError, AttributeError):  # It makes no sense.
-                loader.unreadable += 1
+                loader.leave_out(event)
     distributed = events.value("distributedInfo", {})
     rank = _column_value(distributed.get("rank"))
     return loader.capture(
@@ -103,14 +104,10 @@ def _open_decompressed(path: Path) -> Any:
     return archive.open(names[0])
 
 
-def have_same_content(first: Path, second: Path) -> bool:
-    """Return whether two files hold the same bytes once they are decompressed."""
-    streams = io.BufferedReader(_open_decompressed(first)), io.BufferedReader(_open_decompressed(second))
-    with streams[0] as first_stream, streams[1] as second_stream:
-        while (part := first_stream.read(MIB)) == second_stream.read(MIB):
-            if not part:
-                return True
-    return False
+def content_digest(path: Path) -> bytes:
+    """Return a digest of what a file holds once it is decompressed."""
+    with io.BufferedReader(_open_decompressed(path)) as stream:
+        return hashlib.file_digest(stream, "sha256").digest()
 
 
 def _check_expansion(path: Path) -> None:
@@ -153,7 +150,7 @@ class _Loader:
         self.peak_bytes: dict[int, int] = {}
         # Why a trace has no work: it has no events, holds counters alone, or is JAX's.
         self.has_events = self.has_counters = self.is_jax = False
-        self.unreadable = 0
+        self.unreadable, self.incomplete_launches = 0, set[int]()
         self._open_begins: dict[tuple[Any, Any], list[dict[str, Any]]] = {}  # By process and thread, the inner last.
 
     def add(self, event: dict[str, Any]) -> None:
@@ -187,6 +184,13 @@ class _Loader:
         if not isinstance(event.get("args"), dict):
             event["args"] = {}
         add(self, event, start, start + round(length_us * 1e3), str(event.get("tid")))  # Threads are numbers or texts.
+
+    def leave_out(self, event: Any) -> None:
+        """Count an event that cannot be read; of work, note the launch that lacks it, as one of a graph's does."""
+        self.unreadable += 1
+        with contextlib.suppress(AttributeError, KeyError, TypeError):
+            if _ADD_BY_CATEGORY.get(event["cat"]) is _Loader._add_work:
+                self.incomplete_launches.add(int(event["args"]["correlation"]))
 
     def _join_begin_and_end(self, event: dict[str, Any]) -> dict[str, Any]:
         """Return the complete event of an end and its begin; for a begin, an event of a category that is not read.
@@ -228,7 +232,7 @@ class _Loader:
         return Capture(
             profiler="torch.profiler", texts=self.texts.list, work=work, calls=calls, ranges=ranges,
             operations=operations, modules=Ranges.of(self.modules), collectives=self.collectives, is_gpu=is_gpu,
-            peak_bytes=self.peak_bytes, unreadable=unreadable, **about,
+            peak_bytes=self.peak_bytes, unreadable=unreadable, incomplete_launches=self.incomplete_launches, **about,
         )  # fmt: skip
 
     def _name(self, event: Mapping[str, Any]) -> int:

@@ -70,6 +70,8 @@ def check_capture(capture: Capture) -> Capture:
             lost_launches.append(np.column_stack((capture.work.process, times))[is_impossible])
             capture = replace(capture, work=capture.work.select(~is_impossible), launch=capture.launch[~is_impossible])
     lost_launches.append(_lost_launches(capture, left_out=sum(map(len, lost_launches)), sentences=sentences))
+    is_incomplete = np.isin(capture.calls.correlation, list(capture.incomplete_launches))
+    lost_launches.append(np.column_stack((capture.calls.process, capture.calls.start))[is_incomplete])
     unlaunched = _lost_work(capture, sentences)
     return replace(capture, damage=Damage(tuple(sentences), np.concatenate(lost_launches), unlaunched, hides_idle_time))
 
@@ -264,13 +266,13 @@ def _lost_launches(capture: Capture, left_out: int, sentences: list[str]) -> Tim
     has_work = np.zeros(len(calls), bool)
     has_work[capture.launch[capture.launch >= 0]] = True
     lost = np.flatnonzero(is_launch & ~has_work)
-    # The launch of work with a shared launch number is unknown, not lost.
-    uncertain = np.unique(capture.work.correlation[capture.launch < 0])
+    # The launch of work with a shared launch number is unknown, not lost; unreadable work is counted as such.
+    uncertain = [*np.unique(capture.work.correlation[capture.launch < 0]), *capture.incomplete_launches]
     lost = lost[~np.isin(calls.correlation[lost], uncertain)]
     if unnumbered := int((capture.work.correlation < 0).sum()):  # Some of the launches are theirs.
         sentences.append(say_capture("unnumbered work", count=unnumbered, total=len(capture.work)))
     if (count := len(lost) - left_out - unnumbered) > 0:
-        flags = {"is_cut": capture.is_cut, "is_unreadable": capture.unreadable > 0}
+        flags = {"is_cut": capture.is_cut, "is_unreadable": capture.unreadable > len(capture.incomplete_launches)}
         sentences.append(say_capture("lost kernels", count=count, total=int(is_launch.sum()), **flags))
     return np.column_stack((calls.process[lost], calls.start[lost]))
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from cs336sys.capture.analysis import Analysis, analyze
 from cs336sys.capture.capture import EMPTY, FILE_BYTES, TOO_SLOW, Capture, ForeignFileError, say_capture
-from cs336sys.capture.chrome_trace import GZIP_MAGIC, UTF16_MARKS, ZIP_MAGIC, have_same_content, load_trace
+from cs336sys.capture.chrome_trace import GZIP_MAGIC, UTF16_MARKS, ZIP_MAGIC, content_digest, load_trace
 from cs336sys.capture.integrity import check_capture
 from cs336sys.capture.nsys import REPORT_SUFFIXES, export, load_export
 from cs336sys.capture.ranks import RanksAnalysis, match_ranks
@@ -152,7 +152,7 @@ def read_captures(paths: Sequence[Path], step: str | None = None, *, single: boo
     capture_of_file = {gpu.path: gpu.capture for gpu in gpus}
     for first, second in itertools.combinations(capture_of_file, 2):
         begin, also_begin = (capture_of_file[path].work.start for path in (first, second))
-        if np.array_equal(begin, also_begin) and have_same_content(first, second):
+        if np.array_equal(begin, also_begin) and content_digest(first) == content_digest(second):
             raise UsageError(f"{first} and {second} are copies of one file, and no two ranks: leave one out")
     world = _world_size(gpus)
     rank_of_file, notes = _ranks_of_files({path: capture.rank for path, capture in capture_of_file.items()}, world)
