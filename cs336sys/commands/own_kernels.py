@@ -68,8 +68,7 @@ class UsersProblem(abc.ABC):
         odd_shapes: names the :meth:`odd_cases` in reports of progress.
         operands: inputs and gradients of the outputs, in the same memory at every call.
         input_names: of the inputs, which ``operands`` begins with.
-        counts_launches: a part takes longer where the CPU launches it in more time than the flush of the L2 cache
-            takes, as in ``do_bench``; False: the GPU waits until all is launched, as by ``time_queued_calls``.
+        counts_launches: what launching takes beyond the flush of the L2 cache is timed, as by ``do_bench``.
         intended: the values that ``operands`` should have.
         right: what the function should make of them, in float64.
     """

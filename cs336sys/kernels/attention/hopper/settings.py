@@ -135,9 +135,7 @@ def hopper_forward_is_faster(problem: AttentionProblem) -> bool:
         # Of 64 queries and fewer an item is half empty; plain Triton splits many keys.
         fills_half = problem.head_dim == 256 or (problem.num_queries > 64 and problem.num_keys <= 4096)
         pays_off = items_per_multiprocessor >= (0.45 if fills_half else 0.6)
-    if problem.head_dim == 128:
-        pays_off = pays_off and problem.num_keys >= 512
-    return problem.tma_allowed and pays_off
+    return problem.tma_allowed and pays_off and (problem.head_dim != 128 or problem.num_keys >= 512)
 
 
 def hopper_backward_is_faster(problem: AttentionProblem, deterministic: bool = False) -> bool:
