@@ -21,9 +21,8 @@ from cs336sys.parallel.wrapped_modules import HANDS_GRADIENT_ON, has_marked_hook
 # Attributes of parameters, see mark_slice(). kernels.adamw.AdamW looks for the first, too, and may not import this.
 _MARK = "is_slice_of_this_rank"
 _WHOLE = "whole_shape_and_dimension"
-_PARTIAL_MARK = "has_partial_gradient"
 _LACKS_RANKS = "gradient_lacks_ranks"
-WAS_CUT = "was_cut_into_slices"  # Of a whole parameter, in whose place the module has a slice or part.
+WAS_CUT = "was_cut_into_slices"  # True of a whole parameter that was trained when a slice or part took its place.
 
 # Not attributes of parameters, which are pickled.
 _lacks_ranks = WeakTensorKeyDictionary()
@@ -39,8 +38,7 @@ def mark_slice(
 ) -> None:
     """Mark a parameter as this rank's slice of a whole one, and let functions that would treat it as whole refuse it.
 
-    The first slice of a process wraps what clips, selects or averages gradients, scales losses or updates parameters in
-    torch.
+    The first slice of a process wraps what takes gradients, scales losses or updates parameters in torch.
 
     Args:
         ranks: the ranks of the default group that hold the slices; None if each may hold another.
@@ -56,16 +54,11 @@ def mark_slice(
     _check_optimizers()
 
 
-def mark_partial(parameter: nn.Parameter) -> None:
-    """Let passes that return its gradient refuse the parameter: they return this rank's term of a sum over ranks."""
-    setattr(parameter, _PARTIAL_MARK, True)
-    refuse_selected_gradients()
-
-
 def mark_unfinished(parameter: nn.Parameter, lacks_ranks: Callable[[], bool]) -> None:
-    """Let optimizers refuse the parameter while this bound method says that its gradient is not that of all ranks."""
+    """Let autograd.grad refuse the parameter, and optimizers while this bound method says its gradient lacks ranks."""
     setattr(parameter, _LACKS_RANKS, True)
     _lacks_ranks[parameter] = weakref.WeakMethod(lacks_ranks)
+    refuse_selected_gradients()
 
 
 @functools.cache
@@ -79,16 +72,16 @@ def _check_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     if torch.compiler.is_compiling() or is_stream_captured():
         return
     for group in optimizer.param_groups:
-        first = next((tensor for tensor in group["params"] if is_slice(tensor) or hasattr(tensor, WAS_CUT)), None)
-        if first is not None and hasattr(first, WAS_CUT):
+        marked = (tensor for tensor in group["params"] if is_slice(tensor) or getattr(tensor, WAS_CUT, False))
+        first = next(marked, None)
+        if getattr(first, WAS_CUT, False):
             raise UsageError(
                 "the optimizer was built before its parameters were cut, and would update none that is trained: build "
                 "it over parameters() of the FSDP or TensorParallel module"
             )
         # One of them stands for all: their gradients are finished together. (To look into vars() is fastest.)
-        watched = (parameter for parameter in group["params"] if _LACKS_RANKS in vars(parameter))
-        parameter = next((parameter for parameter in watched if parameter.grad is not None), None)
-        lacks_ranks = None if parameter is None else _lacks_ranks.get(parameter, lambda: None)()
+        watched = (tensor for tensor in group["params"] if _LACKS_RANKS in vars(tensor) and tensor.grad is not None)
+        lacks_ranks = next((_lacks_ranks.get(tensor, lambda: None)() for tensor in watched), None)
         if lacks_ranks is not None and lacks_ranks():
             raise UsageError(
                 "gradients lack those of other ranks: call finish_gradient_synchronization() of the FSDP or "
@@ -232,7 +225,7 @@ def refuse_selected_gradients() -> None:
     def run_backward_checked(outputs: Any, *args: Any, **settings: Any) -> Any:
         # torch calls it with (outputs, their gradients, whether to keep the graph, whether to create one, inputs).
         inputs = args[3]
-        if any(isinstance(leaf, Tensor) and (is_slice(leaf) or getattr(leaf, _PARTIAL_MARK, False)) for leaf in inputs):
+        if any(isinstance(leaf, Tensor) and (is_slice(leaf) or hasattr(leaf, _LACKS_RANKS)) for leaf in inputs):
             raise UsageError(
                 "torch.autograd.grad() and backward(inputs=...) would leave out the other ranks' parts of a gradient: "
                 "call backward() without inputs and finish_gradient_synchronization(), and read grad"
@@ -253,8 +246,10 @@ def _refuse_torch_ddp() -> None:
     @functools.wraps(construct)
     def construct_checked(*args: Any, **settings: Any) -> None:
         arguments = inspect.signature(construct).bind(*args, **settings).arguments
-        group, mesh = arguments.get("process_group"), arguments.get("device_mesh")
-        require_whole(arguments["module"].named_parameters(), group if mesh is None else mesh.get_group())
+        module, mesh = arguments["module"], arguments.get("device_mesh")
+        ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())  # Names of what torch leaves alone.
+        averaged = [(name, parameter) for name, parameter in module.named_parameters() if name not in ignored]
+        require_whole(averaged, arguments.get("process_group") if mesh is None else mesh.get_group())
         construct(*args, **settings)
 
     nn.parallel.DistributedDataParallel.__init__ = construct_checked  # type: ignore[method-assign]

@@ -152,7 +152,10 @@ def test_copies_of_a_module_with_a_sharded_optimizer_do_not_wait_for_its_updates
 @pytest.mark.parametrize("name", ["Adafactor", "LBFGS"])
 def test_optimizers_of_slices_that_are_not_elementwise_are_refused(name):
     module = nn.Sequential(nn.Linear(6, 6, bias=False), nn.Linear(6, 6, bias=False))
+    frozen, tied = module[0].requires_grad_(False).weight, nn.Linear(6, 6, bias=False)
+    tied.weight = module[1].weight
     early, wrapped = torch.optim.SGD(module.parameters()), FSDP(module)
+    torch.optim.SGD([{"params": frozen}, {"params": FSDP(tied).parameters()}]).step()  # Of other models.
     assert refusal_of(early.step).startswith("the optimizer was built before its parameters were cut, and would upd")
     wrapped(torch.ones(2, 6)).sum().backward()
     wrapped.finish_gradient_synchronization()

@@ -17,7 +17,7 @@ from cs336sys.parallel import collectives, gradient_slices
 from cs336sys.parallel.ddp import BucketedDDP
 from cs336sys.parallel.fsdp import FSDP
 from cs336sys.parallel.fsdp.gather_order import GatherTiming, GatherWatch
-from cs336sys.parallel.gradient_slices import mark_partial
+from cs336sys.parallel.gradient_slices import mark_unfinished
 from cs336sys.parallel.sharded_optimizer import ShardedOptimizer, exchange, slices
 from cs336sys.parallel.tensor_parallel import TensorParallel
 from cs336sys.parity.collectives import CollectiveWatcher
@@ -347,7 +347,7 @@ OF_SLICES = {"refuse_clipping_alone", "refuse_selected_gradients", "refuse_other
     ("make", "expected"),
     [
         (lambda: FSDP(nn.Linear(2, 2)), OF_SLICES),
-        (lambda: mark_partial(nn.Parameter(torch.ones(2))), {"refuse_selected_gradients"}),
+        (lambda: mark_unfinished(nn.Parameter(torch.ones(2)), nn.Identity().train), {"refuse_selected_gradients"}),
         (
             lambda: ShardedOptimizer([nn.Parameter(torch.ones(2))], torch.optim.SGD, flat=True, lr=0.5),
             {"refuse_clipping_alone", "refuse_other_scalers", "_drop_slices_in_zero_grad"},

@@ -88,8 +88,7 @@ def test_state_dict_loads_alone_and_around_but_not_on_another_rank(kind):
                 other[name] = value.to_local() if hasattr(value, "to_local") else value
             assert error_of(module.load_state_dict, other) == error, "the metadata say whose slices they are, too"
     if kind != "ddp":
-        error, message = error_of(saved.load_state_dict, saved.state_dict(), assign=True)
-        assert error == "UsageError"
+        message = refusal_of(saved.load_state_dict, saved.state_dict(), assign=True)
         assert message.startswith("assign=True would replace the slices")
     saved.load_state_dict(saved.state_dict())
 
@@ -112,21 +111,20 @@ def test_slices_are_dtensors_that_other_ranks_refuse(kind, tmp_path):
     for name, parameter in saved.state_dict(keep_vars=True).items():
         assert parameter is saved.get_parameter(f"module.{name}")
 
-    others, wrapped = part(kind, 1), around(kind, 1)
+    others, wrapped, ddp = part(kind, 1), around(kind, 1), nn.parallel.DistributedDataParallel
     named = {f"body.{name}": value for name, value in saved.state_dict().items()}
     first, first_named = gather_objects((saved.state_dict(), named))[0]
-    for error in (
-        error_of(others.load_state_dict, first),
-        error_of(others.load_state_dict, dict(first)),
-        error_of(wrapped.load_state_dict, first_named, strict=False),
+    for message in (
+        refusal_of(others.load_state_dict, first),
+        refusal_of(others.load_state_dict, dict(first)),
+        refusal_of(wrapped.load_state_dict, first_named, strict=False),
     ):
-        assert error[0] == "UsageError"
-        assert "the state dict holds the slices of rank 0 of 2, this is rank 1 of 2: load the one of this" in error[1]
+        assert "the state dict holds the slices of rank 0 of 2, this is rank 1 of 2: load the one of this" in message
     for module in (saved, saved.module):
-        message = error_of(get_model_state_dict, module)[1]
-        assert message.startswith("torch.distributed.checkpoint.state_dict does not know the slices of optimizers")
-        message = refusal_of(nn.parallel.DistributedDataParallel, nn.ModuleList([module]))
-        assert "is a slice, and other ranks hold other slices of it: wrap a module whose parameters are " in message
+        assert "checkpoint.state_dict does not know the slices of optim" in refusal_of(get_model_state_dict, module)
+        assert "is a slice, and other ranks hold other slices of it: wrap" in refusal_of(ddp, nn.ModuleList([module]))
+    ddp._set_params_and_buffers_to_ignore_for_model(wrapped, [name for name, _ in wrapped.named_parameters()][:-2])
+    ddp(wrapped)  # It leaves slices alone.
 
 
 @on_ranks(4)
@@ -136,8 +134,7 @@ def test_slices_that_no_dtensor_can_be_do_not_leave():
     shared = TensorParallel(transformer(), mesh["tp"])
     sharded = FSDP(shared.module, group=mesh["fsdp"])
     for module in (TensorParallel(transformer(vocab_size=5, heads=4)), sharded, shared):
-        message = refusal_of(module.state_dict)
-        assert "is cut as no DTensor can be, by two wrappers or into very few rows: use save_check" in message
+        assert "is cut as no DTensor can be, by two wrappers or into very few rows" in refusal_of(module.state_dict)
 
 
 @on_ranks(2)

@@ -35,9 +35,13 @@ class GatherOrder:
 
     def upcoming(self, count: int) -> list[ShardedUnit]:
         """Return the ``count`` units expected next, each once, without the one in use."""
-        following = dict.fromkeys(self._expected[self._next :])
-        following.pop(self._used[-1], None)
-        return list(following)[:count]
+        units = [self._used[-1]]
+        for unit in self._expected[self._next :]:  # Left early: a step asks at every use, and may have hundreds.
+            if len(units) > count:
+                break
+            if unit not in units:
+                units.append(unit)
+        return units[1:]
 
     def repeats(self) -> bool:
         """Return whether the unit in use is expected to be used again before any other."""

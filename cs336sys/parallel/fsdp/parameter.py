@@ -258,9 +258,9 @@ class ShardedParameter:
         ]
         rows_of_rank = whole.detach()[self.rows.start : self.rows.stop].clone(memory_format=torch.contiguous_format)
         self.shard = nn.Parameter(rows_of_rank, requires_grad=whole.requires_grad)
-        vars(self.shard).update(vars(whole))  # What a user or another wrapper has noted on the parameter stays with it.
+        vars(self.shard).update(vars(whole) | {WAS_CUT: False})  # What a user or another wrapper has noted stays.
         self._attributes = dict(vars(whole))
-        setattr(whole, WAS_CUT, True)
+        setattr(whole, WAS_CUT, whole.requires_grad)
         mark_slice(self.shard, whole=None if self.is_part_of_more else (tuple(self.shape), 0))  # Cut along dimension 0.
         self._compute_dtype = compute_dtype
         self.kept: Tensor | None = None

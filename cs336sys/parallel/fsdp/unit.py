@@ -67,15 +67,17 @@ class GradientScatter:
 
     def finish(self, *, drops: bool) -> None:
         """Wait for the means, and add them to the gradients of the slices or drop them; on a GPU, the stream waits."""
-        mean, received = self._under_way.pop()
-        if received is None:
-            self._scatter.wait()
-        else:
-            self._exchange.wait()
-            torch.mean(received.view(len(self._rank_sizes), len(mean)), dim=0, dtype=mean.dtype, out=mean)
-        for parameter, part in zip(self._parameters, self._split_by_parameter(mean), strict=True) if not drops else ():
-            shard = parameter.shard
-            shard.grad = part if shard.grad is None else shard.grad.add_(part)
+        for mean, received in self._under_way:  # None if it was finished before another one's wait raised.
+            if received is None:
+                self._scatter.wait()
+            else:
+                self._exchange.wait()
+                torch.mean(received.view(len(self._rank_sizes), len(mean)), dim=0, dtype=mean.dtype, out=mean)
+            targets = () if drops else zip(self._parameters, self._split_by_parameter(mean), strict=True)
+            for parameter, part in targets:
+                shard = parameter.shard
+                shard.grad = part if shard.grad is None else shard.grad.add_(part)
+        self._under_way = []
 
     def _split_by_parameter(self, mean: Tensor) -> list[Tensor]:
         """Return the mean as one tensor for each parameter, in the shape of its slice."""

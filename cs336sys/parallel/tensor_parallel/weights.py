@@ -101,9 +101,9 @@ def cut_weights(
                 broadcast_from_first([whole], group)
                 part_tensor = part_of(whole.detach(), name, group.rank(), group.size())
                 part = nn.Parameter(part_tensor, requires_grad=whole.requires_grad)
-                vars(part).update(attributes[attribute])
+                vars(part).update(attributes[attribute] | {WAS_CUT: False})
                 parts[whole] = parts[part] = part, whole.shape
-                setattr(whole, WAS_CUT, True)
+                setattr(whole, WAS_CUT, whole.requires_grad)
             layer._parameters[attribute], shapes[name] = parts[whole]
     broadcast_from_first(list(model.buffers()), group)
     return shapes

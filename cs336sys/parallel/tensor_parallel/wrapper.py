@@ -23,7 +23,7 @@ from cs336sys.accounting.sharding.partition import cut_dimension, own_part
 from cs336sys.errors import UsageError
 from cs336sys.parallel.checkpoint_state import StateDictOfSlices, differences, mark_share
 from cs336sys.parallel.collectives import group_device, process_group, require_process_group
-from cs336sys.parallel.gradient_slices import clip_over_ranks, mark_partial, mark_unfinished, require_whole
+from cs336sys.parallel.gradient_slices import clip_over_ranks, mark_unfinished, require_whole
 from cs336sys.parallel.rank_consistency import broadcast_from_first, describe_module, same_on_every_rank, ties_of
 from cs336sys.parallel.tensor_parallel import weights
 from cs336sys.parallel.tensor_parallel.layers import TensorGroup, share_layers, vocabulary_parallel_cross_entropy
@@ -52,7 +52,6 @@ class PartialGradients:
         for parameter in parameters:
             if parameter.requires_grad and parameter not in self._gradients:
                 gradient = self._gradients[parameter] = _PartialGradient(self._group.size())
-                mark_partial(parameter)
                 mark_unfinished(parameter, gradient.lacks_ranks)
                 parameter.register_hook(functools.partial(gradient.before_pass, parameter))
                 parameter.register_post_accumulate_grad_hook(gradient.after_pass)
