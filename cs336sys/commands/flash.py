@@ -110,15 +110,13 @@ def flash(
 
     cs336sys flash --context 1024,4096,16384 --head-dim 64,128 --implementation triton,sdpa-cudnn,flex --plot flash.png
 
-    cs336sys flash --context 512 --implementation triton,sdpa-cudnn --baseline sdpa-cudnn --rounds 5
+    cs336sys flash --full --queries 1 --context 8192 --implementation auto,sdpa-cudnn --baseline sdpa-cudnn --rounds 5
 
     cs336sys flash --kernel mine.py:attention --implementation auto,sdpa-flash --baseline sdpa-flash
 
     cs336sys flash --num-heads 32 --kv-heads 8 --window 512,1024 --implementation auto,flex,fa4 --baseline flex
 
     cs336sys flash --batch-size 4 --context 512 --implementation triton,sdpa-flash --keep-settings
-
-    cs336sys flash --full --queries 1 --context 8192 --batch-size 16 --num-heads 32 --kv-heads 8 --implementation auto
     """
     from cs336sys.commands.attention.tables import attention_plan, flash_tables, plot_flash, pool_flash_rounds
 

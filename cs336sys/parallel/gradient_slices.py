@@ -72,8 +72,7 @@ def _check_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     if torch.compiler.is_compiling() or is_stream_captured():
         return
     for group in optimizer.param_groups:
-        marked = (tensor for tensor in group["params"] if is_slice(tensor) or getattr(tensor, WAS_CUT, False))
-        first = next(marked, None)
+        first = next((leaf for leaf in group["params"] if is_slice(leaf) or getattr(leaf, WAS_CUT, False)), None)
         if getattr(first, WAS_CUT, False):
             raise UsageError(
                 "the optimizer was built before its parameters were cut, and would update none that is trained: build "

@@ -238,10 +238,9 @@ _OPTIONS_SCHEMA = (
 )
 
 
-def _compute_forward(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+def _compute_forward(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> tuple[Tensor, ...]:
     # Operators leave out options that have their defaults.
-    out, logsumexp = _forward(query, key, value, (*AttentionOptions(*options),))
-    return out, logsumexp
+    return tuple(_forward(query, key, value, (*AttentionOptions(*options),)))
 
 
 def _compute_backward(

@@ -24,7 +24,7 @@ BACKWARD_TENSORS = ("query", "key", "value", "out", "logsumexp", "grad_out", *GR
 FORWARD_L2_BYTES = 32 * 2**20
 BACKWARD_L2_BYTES = 40 * 2**20
 
-# The tensors that plans own. CUDA graphs read them by address, so that they outlive the plans: some KiB a signature.
+# Tensors of plans, which CUDA graphs read by address: they outlive the plans, some KiB a signature.
 _OWNED: list[Tensor] = []
 
 
