@@ -223,12 +223,12 @@ def folders_of(configuration: Mapping[str, Any]) -> dict[str, str]:
 def configuration_key(configuration: Mapping[str, Any], ignore: tuple[str, ...] = ()) -> str:
     """Return a text of what a configuration measures: equal for equal settings, whatever their order.
 
-    Settings that no measurement depends on are no part of it: the folders of :func:`folders_of`, ``timeout_s``, how
-    long ranks wait for each other before they give up, and what rows of tables say about their :data:`ORIGIN`.
+    No part of it are settings that no measurement depends on, the folders of :func:`folders_of`, how long ranks wait
+    (``timeout_s``) and the :data:`ORIGIN` of rows, nor those that are None, which earlier versions may lack.
     """
     ignored = {*ignore, "timeout_s", *ORIGIN, *folders_of(configuration)}
-    ignored |= {name for name in _FOLDERS if configuration.get(name) is None}  # No folder, or no such setting.
-    return json_text({name: value for name, value in configuration.items() if name not in ignored}, sort_keys=True)
+    settings = {name: value for name, value in configuration.items() if name not in ignored and value is not None}
+    return json_text(settings, sort_keys=True)
 
 
 def distinguishing_settings(configurations: Sequence[Mapping[str, Any]]) -> list[str]:
