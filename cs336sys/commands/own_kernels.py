@@ -66,9 +66,9 @@ class UsersProblem(abc.ABC):
 
     Attributes:
         odd_shapes: names the :meth:`odd_cases` in reports of progress.
+        counts_launches: what launching takes beyond the flush of the L2 cache is timed, as by ``do_bench``.
         operands: inputs and gradients of the outputs, in the same memory at every call.
         input_names: of the inputs, which ``operands`` begins with.
-        counts_launches: what launching takes beyond the flush of the L2 cache is timed, as by ``do_bench``.
         intended: the values that ``operands`` should have.
         right: what the function should make of them, in float64.
     """
