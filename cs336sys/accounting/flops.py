@@ -106,6 +106,7 @@ def attention_flops(
     causal: bool,
     backward: bool,
     window: int | None = None,
+    aligned_at_end: bool = False,
 ) -> int:
     """Count FLOPs of attention as the FlashAttention papers do (FlashAttention-2, section 4.1).
 
@@ -114,12 +115,21 @@ def attention_flops(
     Args:
         heads: of queries; how many of keys and values there are changes nothing.
         window: of causal attention, how many keys a query sees at most, its own among them.
+        aligned_at_end: the queries of causal attention are the last rows of a square of all keys.
         backward: add the backward pass, 2.5 times the forward; by itself it is the difference of both counts.
     """
-    forward = _attention_forward_flops(batch, heads, queries, keys, head_dim, causal=causal)
-    if window is not None:
-        hidden = max(0, queries - window), max(0, keys - window)
-        forward -= _attention_forward_flops(batch, heads, *hidden, head_dim, causal=True)
+
+    def count(queries: int, keys: int) -> int:
+        """Count 2 FLOPs of ``Q K^T`` and of ``P V`` for each pair and number of a head; half of it if causal."""
+        pairs = queries * keys
+        if window is not None:
+            pairs -= max(0, queries - window) * max(0, keys - window)
+        return batch * heads * head_dim * pairs * (2 if causal else 4)
+
+    forward = count(queries, keys)
+    if aligned_at_end:
+        earlier = max(0, keys - queries)
+        forward = count(keys, keys) - count(earlier, earlier)
     return forward * 7 // 2 if backward else forward
 
 
@@ -133,8 +143,8 @@ def flops_by_component(size: ModelSize, *, backward: bool = True, causal: bool =
         causal: count the half of the attention square that the mathematics needs; False counts all of it.
     """
     tokens, d_model, layers = size.tokens, size.d_model, size.num_layers
-    square = size.context, size.context
-    attention = _attention_forward_flops(size.batch_size, size.num_heads, *square, size.head_dim, causal=causal)
+    shape = size.batch_size, size.num_heads, size.context, size.context, size.head_dim
+    attention = attention_flops(*shape, causal=causal, backward=False)
     return FlopCounts(
         projections=layers * 4 * linear_flops(tokens, d_model, d_model, backward=backward),
         attention=layers * attention * (3 if backward else 1),  # Scores computed again do not count.
@@ -166,9 +176,3 @@ def attention_softmax(size: ModelSize, precision: str) -> Work:
     """
     scores = size.num_layers * size.scores
     return Work(SOFTMAX_FLOPS_PER_SCORE * scores, 2 * scores * ELEMENT_BYTES[precision])
-
-
-def _attention_forward_flops(batch: int, heads: int, queries: int, keys: int, head_dim: int, *, causal: bool) -> int:
-    """Count ``Q K^T`` and ``P V``: 2 FLOPs for each query, key and number of a head; half of it if causal."""
-    square = 4 * batch * heads * queries * keys * head_dim
-    return square // 2 if causal else square

@@ -92,7 +92,7 @@ class AttentionWorkload(Configured):
             attention, whose softmax is made of single operations.
         kv_heads: heads of keys and values, which heads of queries share; None for as many as of queries.
         window: how many keys a query sees, the last of them its own; None for all.
-        queries: of each sequence, which all see its ``context`` keys; None for as many as keys.
+        queries: of each sequence, over its ``context`` keys; None for as many. Causal ones are the last of them.
     """
 
     implementation: str = setting(several=True, header=None)
@@ -115,9 +115,7 @@ class AttentionWorkload(Configured):
         needs=(Needs("causal", (True,), "counts keys back from the query's own, so it needs --causal"),),
     )
     queries: int | None = _optional(
-        "Queries over --context keys: 1 in decoding.",
-        shown_default="--context",
-        needs=(Needs("causal", (False,), "of another number than keys see all of these, so it needs --full"),),
+        "Queries over --context keys, causal ones at their end: 1 in decoding.", shown_default="--context"
     )
 
     def __post_init__(self) -> None:
@@ -125,6 +123,8 @@ class AttentionWorkload(Configured):
         if self.kv_heads is not None and self.heads % self.kv_heads:
             choices = ", ".join(str(number) for number in range(1, self.heads + 1) if self.heads % number == 0)
             raise UsageError(f"--kv-heads {self.kv_heads}: must divide --num-heads {self.heads}, choose from {choices}")
+        if self.causal and self.num_queries > self.context:
+            raise UsageError(f"--queries {self.queries}: causal, so at most --context, {self.context}; or add --full")
 
     @property
     def key_heads(self) -> int:
@@ -135,11 +135,18 @@ class AttentionWorkload(Configured):
         return self.context if self.queries is None else self.queries
 
     @property
+    def is_aligned_at_end(self) -> bool:
+        """Return whether query i is at the position of a later key: that of key i + context - queries."""
+        return self.causal and self.num_queries < self.context
+
+    @property
     def flops(self) -> dict[str, int]:
         """Return FLOPs by part as :func:`attention_flops` counts them."""
         shape = (self.batch_size, self.heads, self.num_queries, self.context, self.head_dim)
-        forward = attention_flops(*shape, causal=self.causal, window=self.window, backward=False)
-        total = attention_flops(*shape, causal=self.causal, window=self.window, backward=True)
+        mask: dict[str, Any] = {"window": self.window, "aligned_at_end": self.is_aligned_at_end}
+        forward, total = (
+            attention_flops(*shape, causal=self.causal, backward=backward, **mask) for backward in (False, True)
+        )
         return {"forward": forward, "backward": total - forward, "end_to_end": total}
 
     def tflops(self, samples: Mapping[str, Samples]) -> dict[str, float]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from triton.errors import TritonError
 
-from cs336sys.commands.attention.measure import TOLERANCES, attention_errors, measure_flash, random_inputs
+from cs336sys.commands.attention.measure import TOLERANCES, attention_errors, mask_options, measure_flash, random_inputs
 from cs336sys.errors import CapabilityError
 from cs336sys.kernels.attention import flash_attention, operators
 from cs336sys.kernels.attention.problem import AttentionOptions, Operand, make_problem
@@ -49,8 +49,8 @@ def keep_settings(workload: AttentionWorkload, device: torch.device, progress: P
     gpu = kept_settings.describe_gpu(device)
     if gpu is None:
         raise CapabilityError(f"--keep-settings needs kernels that run on a GPU, got {device.type}: leave it out")
-    options = AttentionOptions(workload.causal, window=workload.window)
-    attention = partial(flash_attention, is_causal=workload.causal, window=workload.window, implementation="triton")
+    options = AttentionOptions(workload.causal, window=workload.window, aligned_at_end=workload.is_aligned_at_end)
+    attention = partial(flash_attention, **mask_options(workload), implementation="triton")
     inputs = random_inputs(workload, device)
     problem = make_problem(inputs.query, inputs.key, list(map(Operand, inputs)), options)  # As the kernels get it.
     in_force = kept_settings.settings_on(inputs.query.device)  # The kernels read this dictionary.

@@ -15,6 +15,7 @@ import torch._functorch.config
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right
 
 from cs336sys.accounting.hardware import least_ms
 from cs336sys.accounting.memory import GIB
@@ -136,27 +137,37 @@ def implementation(workload: AttentionWorkload, device: torch.device):
     if name in _SDPA_BACKENDS:
         if workload.window is not None:
             raise CapabilityError(f"implementation '{name}' has no sliding window: choose flex or fa4")
+        mask: dict[str, Any] = {"is_causal": workload.causal}
+        if workload.is_aligned_at_end:
+            if name == "sdpa-cudnn":  # It would be given the mask as a matrix of numbers to add.
+                raise CapabilityError(
+                    f"implementation '{name}' has no causal mask aligned at the end: choose sdpa-flash"
+                )
+            mask = {"attn_mask": causal_lower_right(workload.num_queries, workload.context)}
         with sdpa_kernel(_SDPA_BACKENDS[name]):
             grouped = workload.key_heads != workload.heads
-            yield functools.partial(F.scaled_dot_product_attention, is_causal=workload.causal, enable_gqa=grouped)
+            yield functools.partial(F.scaled_dot_product_attention, **mask, enable_gqa=grouped)
     elif name in ("compiled", "flex"):
         with torch._functorch.config.patch(donated_buffer=False):
-            compiled = functools.partial(torch.compile(plain_attention, dynamic=False), **_mask_options(workload))
+            compiled = functools.partial(torch.compile(plain_attention, dynamic=False), **mask_options(workload))
             yield _flex(workload, device) if name == "flex" else compiled
     elif name == "model":  # One of attn's, which has no windows.
         yield functools.partial(model_attention, is_causal=workload.causal)
     elif name == "eager":
-        yield functools.partial(plain_attention, **_mask_options(workload))
+        yield functools.partial(plain_attention, **mask_options(workload))
     elif name in FLASH_ATTENTION_4:
         yield flash_attention_4(workload, device)
     else:
         wait_until_compiled()  # Until then Python makes the calls of our kernels, slower than C++ afterwards.
         ours = {"deterministic": True} if name == "deterministic" else {"implementation": name}
-        yield functools.partial(flash_attention, **_mask_options(workload), **ours)
+        yield functools.partial(flash_attention, **mask_options(workload), **ours)
 
 
-def _mask_options(workload: AttentionWorkload) -> dict[str, Any]:
-    return {"is_causal": workload.causal} | ({} if workload.window is None else {"window": workload.window})
+def mask_options(workload: AttentionWorkload) -> dict[str, Any]:
+    """Return the arguments of :func:`flash_attention` that say which keys a query sees, those that are not default."""
+    options: dict[str, Any] = {"is_causal": workload.causal}
+    options |= {} if workload.window is None else {"window": workload.window}
+    return options | ({"causal_alignment": "end"} if workload.is_aligned_at_end else {})
 
 
 def _flex(workload: AttentionWorkload, device: torch.device) -> Attention:
@@ -165,14 +176,16 @@ def _flex(workload: AttentionWorkload, device: torch.device) -> Attention:
 
     if device.type != "cuda":
         raise CapabilityError("implementation 'flex' needs a CUDA GPU: its backward pass does not run on a CPU")
-    mask, context, window = None, workload.context, workload.window
+    mask, lengths, window = None, (workload.num_queries, workload.context), workload.window
     if workload.causal:
+        diagonal = workload.context - workload.num_queries
 
         def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
             # Without a window a single comparison, which torch's own examples compile.
-            return query >= key if window is None else (query >= key) & (query - key < window)
+            distance = query + diagonal - key
+            return distance >= 0 if window is None else (distance >= 0) & (distance < window)
 
-        mask = create_block_mask(sees, B=None, H=None, Q_LEN=context, KV_LEN=context, device=device.type, _compile=True)
+        mask = create_block_mask(sees, None, None, *lengths, device=device.type, _compile=True)
     grouped = workload.key_heads != workload.heads
     return functools.partial(torch.compile(flex_attention, dynamic=False), block_mask=mask, enable_gqa=grouped)
 
@@ -202,12 +215,13 @@ def exact_results(inputs: Inputs, workload: AttentionWorkload) -> dict[str, Tens
             for start in range(0, workload.num_queries, _REFERENCE_ROWS):
                 rows = batch, head, slice(start, start + _REFERENCE_ROWS)
                 # Of the keys, those that any of these rows sees.
-                first_key = 0 if workload.window is None else max(0, start + 1 - workload.window)
-                key_end = start + _REFERENCE_ROWS if workload.causal else None
+                position = start + (workload.context - workload.num_queries if workload.is_aligned_at_end else 0)
+                first_key = 0 if workload.window is None else max(0, position + 1 - workload.window)
+                key_end = position + _REFERENCE_ROWS if workload.causal else None
                 keys = batch, head // heads_per_key_head, slice(first_key, key_end)
                 scores = scale * query[rows] @ key[keys].mT
                 if workload.causal:
-                    query_position = start + torch.arange(scores.shape[0], device=device)[:, None]
+                    query_position = position + torch.arange(scores.shape[0], device=device)[:, None]
                     key_position = first_key + torch.arange(scores.shape[1], device=device)
                     invisible = key_position > query_position
                     if workload.window is not None:  # AttentionWorkload refuses one without the causal mask.
@@ -413,8 +427,9 @@ class UsersAttention(own_kernels.UsersProblem):
         # All heads where they are few, else one group: the heads that share a head of keys. Either way as many share.
         heads = workload.heads if workload.heads <= 4 else self._heads_per_key_head
         kv_heads = None if workload.kv_heads is None else max(1, heads * workload.key_heads // workload.heads)
-        window = None if workload.window is None else min(workload.window, context)
-        odd = replace(workload, batch_size=2, heads=heads, kv_heads=kv_heads, context=context, window=window)
+        lengths: dict[str, Any] = {"context": context, "queries": workload.queries, "window": workload.window}
+        lengths = {name: None if length is None else min(length, context) for name, length in lengths.items()}
+        odd = replace(workload, batch_size=2, heads=heads, kv_heads=kv_heads, **lengths)
         # random_inputs() puts tokens before heads for fa4; nobody can prepare for a seed that was drawn just now.
         odd = replace(odd, seed=secrets.randbits(62), implementation="fa4" if is_strided else "")
         inputs = random_inputs(odd, self._device)
@@ -433,7 +448,7 @@ class UsersAttention(own_kernels.UsersProblem):
 
 def _load_attention(workload: AttentionWorkload) -> Attention:
     """Return the user's function, called as torch's ``scaled_dot_product_attention`` is."""
-    user_code, options = workload.implementation, _mask_options(workload)  # FILE.py:NAME
+    user_code, options = workload.implementation, mask_options(workload)  # FILE.py:NAME
     function = load(user_code)
 
     def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:

@@ -53,8 +53,12 @@ def check(query: Tensor, key: Tensor, value: Tensor, options: Options) -> None:
             f"float32_precision {float32_precision!r} does not exist: choose one of {', '.join(FLOAT32_PRECISIONS)}"
         )
     reason = settings.why_unavailable(query) if kernels == "hopper" else _why_unavailable(query)
-    if kernels == "hopper" and aligned_at_end:
-        reason = "implementation 'hopper' has no causal_alignment 'end' for other lengths: choose 'triton' or 'auto'"
+    num_queries, num_keys = query.shape[-2], key.shape[-2]
+    if kernels == "hopper" and aligned_at_end and num_queries > num_keys:
+        reason = (
+            f"implementation 'hopper' has causal_alignment 'end' for no more queries than keys, got {num_queries} and "
+            f"{num_keys}: choose 'triton' or 'auto'"
+        )
     if reason is not None:
         raise CapabilityError(reason)
 
@@ -80,13 +84,10 @@ def _why_unavailable(query: Tensor) -> str | None:
 def _takes_hopper(
     kernels: str, query: Tensor, problem: AttentionProblem, is_faster: Callable[[AttentionProblem], bool]
 ) -> bool:
-    """Return whether the Hopper kernels compute this: if asked for, or of "auto" where they can and are faster.
-
-    They cannot where a causal mask's diagonal begins elsewhere than at the first query and key.
-    """
+    """Return whether the Hopper kernels compute this: if asked for, or of "auto" where they can and are faster."""
     if kernels != "auto":
         return kernels == "hopper"
-    return problem.diagonal == 0 and settings.why_unavailable(query) is None and is_faster(problem)
+    return settings.why_unavailable(query) is None and is_faster(problem)
 
 
 def _share_rows(
@@ -113,7 +114,7 @@ def forward_plan(tensors: Sequence[Tensor], options: AttentionOptions) -> Plan:
     (query, out), options = _share_rows((query, out), key, options)
     operands = [Operand(tensor) for tensor in (query, key, value, out)]
     problem = make_problem(query, key, operands, options)
-    if _takes_hopper(options.kernels, query, problem, settings.hopper_forward_is_faster):
+    if problem.diagonal >= 0 and _takes_hopper(options.kernels, query, problem, settings.hopper_forward_is_faster):
         from cs336sys.kernels.attention.hopper.plans import HopperForwardPlan  # Gluon, imported only where it runs.
 
         return HopperForwardPlan(problem, operands, query.device)
@@ -136,8 +137,8 @@ def backward_plan(tensors: Sequence[Tensor], grads: Sequence[Tensor], options: A
     results = [Operand(grad) for grad in (grad_query, *grads[1:])]
     problem = make_problem(query, key, operands, options)
     plan_class = BackwardPlan
-    # The Hopper kernels read and write these by TMA.
-    fits_hopper = all(operand.fits_tma for operand in (*results, out) if operand is not None)
+    # The Hopper kernels read and write these by TMA, and have the diagonal at the first query and key.
+    fits_hopper = all(operand.fits_tma for operand in (*results, out) if operand is not None) and not problem.diagonal
     is_faster = functools.partial(settings.hopper_backward_is_faster, deterministic=options.deterministic)
     if fits_hopper and _takes_hopper(options.kernels, query, problem, is_faster):
         from cs336sys.kernels.attention.hopper.plans import HopperBackwardPlan as plan_class

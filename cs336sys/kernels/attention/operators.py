@@ -289,19 +289,10 @@ def forward_flops(
 ) -> int:
     """Count FLOPs of attention forward by :func:`cs336sys.accounting.flops.attention_flops`."""
     options = AttentionOptions(*arguments)
-    num_queries, num_keys = query_shape[-2], key_shape[-2]
-
-    def count(queries: int, keys: int) -> int:
-        return attention_flops(
-            batch=math.prod(query_shape[:-2]), heads=1, queries=queries, keys=keys, head_dim=query_shape[-1],
-            causal=options.is_causal, window=options.window, backward=False,
-        )  # fmt: skip
-
-    if not options.aligned_at_end:
-        return count(num_queries, num_keys)
-    # The queries are the last rows of a square of all keys: its FLOPs less those of the rows before them.
-    earlier = max(0, num_keys - num_queries)
-    return count(num_keys, num_keys) - count(earlier, earlier)
+    shape = math.prod(query_shape[:-2]), 1, query_shape[-2], key_shape[-2], query_shape[-1]
+    return attention_flops(
+        *shape, causal=options.is_causal, backward=False, window=options.window, aligned_at_end=options.aligned_at_end
+    )
 
 
 @register_flop_formula(torch.ops.cs336sys.flash_attention_backward)

@@ -62,7 +62,12 @@ def score_rule(
 
 
 def plain_attention(
-    query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False, window: int | None = None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    is_causal: bool = False,
+    window: int | None = None,
+    causal_alignment: str = "start",
 ) -> Tensor:
     """Compute softmax attention in four steps, matmul, mask, softmax, matmul: the baseline of the benchmarks.
 
@@ -70,8 +75,8 @@ def plain_attention(
     the probabilities (..., S_q, S_k), and if causal a boolean mask (S_q, S_k), next to tensors linear in S.
 
     Args:
-        query, key, value, is_causal, window: as in :func:`cs336sys.kernels.attention.flash_attention`, but of any
-            floating dtype and any D.
+        query, key, value, is_causal, window, causal_alignment: as in
+            :func:`cs336sys.kernels.attention.flash_attention`, but of any floating dtype and any D.
 
     Returns:
         (..., S_q, D), in the inputs' dtype. NaN for a query that sees no key, of which a window with S_q > S_k makes
@@ -81,7 +86,7 @@ def plain_attention(
         ValueError: shapes or devices do not fit together.
         TypeError: dtypes differ or are not floating.
     """
-    rule = score_rule(query, key, value, is_causal, window)
+    rule = score_rule(query, key, value, is_causal, window, causal_alignment=causal_alignment)
     out = torch.softmax(_scores(query, key, rule), dim=-1) @ value
     return _unstack_heads(out, query.shape)
 

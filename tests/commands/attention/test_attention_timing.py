@@ -31,14 +31,23 @@ def workload(name="eager", context=48, head_dim=8, dtype="fp32", causal=True, he
 
 @pytest.mark.parametrize(
     "more",
-    [{"causal": False, "queries": 21}, {"heads": 4, "kv_heads": 2, "window": 7}, {"kv_heads": 1}, {"window": 30}],
+    [
+        *(
+            {"causal": False, "queries": 21},
+            {"queries": 21},
+            {"queries": 1, "window": 9},
+            {"queries": 30, "window": 25},
+        ),
+        *({"heads": 4, "kv_heads": 2, "window": 7}, {"kv_heads": 1}, {"window": 30}),
+    ],
 )
 def test_reference_in_row_blocks_equals_the_whole_matrix(more, monkeypatch):
     monkeypatch.setattr("cs336sys.commands.attention.measure._REFERENCE_ROWS", 20)
     shape = workload(**more)
     inputs = random_inputs(shape, CPU)
     operands = [tensor.detach().double().requires_grad_() for tensor in inputs.differentiable]
-    out, _ = reference_attention(*operands, shape.causal, window=shape.window)
+    alignment = "end" if shape.causal and shape.queries else "start"
+    out, _ = reference_attention(*operands, shape.causal, window=shape.window, causal_alignment=alignment)
     gradients = torch.autograd.grad(out, operands, inputs.grad_out.double())
     reference_results.cache_clear()
     results = reference_results(shape, CPU)
@@ -87,14 +96,17 @@ def largest_error(shape):
 
 
 # Where a query sees one key, gradients of scores are zero: a ratio to the reference would be of rounding errors.
-@pytest.mark.parametrize("more", [{"heads": 4, "kv_heads": 2, "window": 9}, {"context": 1}, {"window": 1}])
+@pytest.mark.parametrize(
+    "more", [{"heads": 4, "kv_heads": 2, "window": 9, "queries": 20}, {"context": 1}, {"window": 1}]
+)
 @pytest.mark.parametrize("name", ["eager", "tiled"])
 def test_groups_windows_and_single_keys_agree_with_the_reference(name, more):
     assert largest_error(workload(name, **more)) < TOLERANCES["fp32"]
 
 
 def test_groups_of_sdpa_agree_with_the_reference_and_windows_are_unsupported():
-    assert largest_error(workload("sdpa-flash", heads=4, kv_heads=2)) < TOLERANCES["fp32"]
+    for queries in (None, 20):
+        assert largest_error(workload("sdpa-flash", heads=4, kv_heads=2, queries=queries)) < TOLERANCES["fp32"]
     with pytest.raises(CapabilityError, match="'sdpa-flash' has no sliding window: choose flex or fa4"):
         largest_error(workload("sdpa-flash", window=9))
 
@@ -182,7 +194,7 @@ def test_attention_is_checked_on_the_strides_that_are_timed():
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize(
     "more",
-    [{}, {"causal": False, "queries": 5}, {"heads": 4, "kv_heads": 2}, {"heads": 4, "kv_heads": 2, "window": 9}],
+    [{}, {"causal": False, "queries": 5}, {"queries": 70}, {"heads": 4, "kv_heads": 2}, {"kv_heads": 1, "window": 9}],
 )
 def test_gpu_flash_attention_4_agrees_with_the_reference(head_dim, more):
     if importlib.util.find_spec("flash_attn") is None:

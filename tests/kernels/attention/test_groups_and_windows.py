@@ -224,6 +224,14 @@ def test_causal_mask_aligned_at_the_end(form, window, lengths, device, monkeypat
     assert_options_match_float64("triton", inputs, window=window, causal_alignment="end", scale=0.7)
 
 
+@pytest.mark.parametrize("window", [None, 90])
+@pytest.mark.parametrize("head_dim", [pytest.param(head_dim, marks=HOPPER_MARKS) for head_dim in HEAD_DIMS])
+def test_a_chunk_of_a_prefill_on_hopper(head_dim, window, device):
+    for lengths in ((200, 333), (64, 1000), (1, 700), (300, 301), (130, 4000)):
+        inputs = grouped_inputs(4, 2, *lengths, device, torch.float16, batch=1, head_dim=head_dim)
+        assert_options_match_float64("hopper", inputs, window=window, causal_alignment="end")
+
+
 @pytest.mark.parametrize("window", [None, 9])
 @pytest.mark.parametrize("implementation", ["auto", *ANYWHERE])
 def test_alignment_at_the_end_equals_that_of_torch(implementation, window, device):

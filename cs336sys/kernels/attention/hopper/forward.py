@@ -73,12 +73,15 @@ Shared = namedtuple("Shared", "tensors buffers barriers schedule shape")
 Tensors = namedtuple("Tensors", "query key value out")
 Buffers = namedtuple("Buffers", "query_tiles key_ring value_ring out_tiles largest_sums")
 Barriers = namedtuple("Barriers", "query_ready query_free key_ready value_ready")
-Shape = namedtuple("Shape", "num_heads num_queries num_keys window")
+Shape = namedtuple("Shape", "num_heads num_queries num_keys window diagonal")
 
 
 @dataclass(frozen=True)
 class HopperForwardConfig:
-    """``grouped``: group_size heads of queries side by side share a head of keys and values."""
+    """``grouped``: group_size heads of queries side by side share a head of keys and values.
+
+    ``shifted``: under the causal mask query i is at the position of key i + diagonal, a number above 0.
+    """
 
     head_dim: int
     consumers: int
@@ -87,6 +90,7 @@ class HopperForwardConfig:
     mask: int
     take_turns: bool
     grouped: bool
+    shifted: bool
     consumer_registers: int
 
 
@@ -97,8 +101,11 @@ _window_tiles = gluon.jit(window_tiles)
 @gluon.jit
 def _tiles(first_query, shape, ROWS: gl.constexpr, CONFIG: gl.constexpr):
     """Return (first, whole_from, whole, end) of key tiles that queries see; all see those from whole_from to whole."""
-    _, num_queries, num_keys, window = shape
+    _, num_queries, num_keys, window, diagonal = shape
     KEY_ROWS: gl.constexpr = CONFIG.key_rows
+    if CONFIG.shifted:  # Positions in place of numbers of queries.
+        first_query += diagonal
+        num_queries += diagonal
     whole, end = _key_tiles(first_query, ROWS, num_queries, num_keys, KEY_ROWS, CONFIG.mask >= CAUSAL)
     first, whole_from = 0, 0
     if CONFIG.mask == WINDOW:
@@ -183,7 +190,9 @@ def _pass_turn(CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
 @gluon.jit
 def _masked(scores, first_query, first_key, shape, CONFIG: gl.constexpr):
     """Return scores with -inf where a query does not see a key."""
-    _, _, num_keys, window = shape
+    _, _, num_keys, window, diagonal = shape
+    if CONFIG.shifted:
+        first_query += diagonal
     layout: gl.constexpr = scores.type.layout
     keys = first_key + gl.arange(0, scores.shape[1], gl.SliceLayout(0, layout))
     if CONFIG.mask >= CAUSAL:
@@ -389,10 +398,10 @@ def _consumer(shared, logsumexp, scale_log2, CONSUMER: gl.constexpr, CONFIG: gl.
     store_wait(0)  # TMA must have read shared memory before the program ends.
 
 
-@gluon.jit(do_not_specialize=["num_heads", "num_queries", "num_keys", "group_size", "window"])
+@gluon.jit(do_not_specialize=["num_heads", "num_queries", "num_keys", "group_size", "window", "diagonal"])
 def forward_kernel(
     query, key, value, out, logsumexp, schedule, num_heads, num_queries, num_keys, scale_log2, group_size, window,
-    CONFIG: gl.constexpr,
+    diagonal, CONFIG: gl.constexpr,
 ):  # fmt: skip
     """Write output and logsumexp of all items that fall to a program; scale_log2 is log2(e) times the scale.
 
@@ -423,7 +432,7 @@ def forward_kernel(
             value_ready=new_barriers(STAGES, 1),
         ),
         schedule,
-        Shape(num_heads, num_queries, num_keys, window),
+        Shape(num_heads, num_queries, num_keys, window, diagonal),
     )
     # Triton gives up constants in a tuple that is named or concatenated, so each call is written out. The last two
     # arguments: warps, and registers of a thread, of all functions but the first.

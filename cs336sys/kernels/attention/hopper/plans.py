@@ -101,17 +101,16 @@ class HopperForwardPlan(Plan):
         super().__init__(device)
         settings = hopper_forward_settings(problem)
         rows = WARPGROUP_ROWS, settings.key_rows, settings.key_rows, WARPGROUP_ROWS
-        item_rows, lengths = settings.item_rows, (problem.num_queries, problem.num_keys)
+        item_rows, diagonal = settings.item_rows, problem.diagonal
         query, *_ = operands
         # Of the items of a sequence, in tiles of keys: those that its queries see, and one for all else.
-        costs = []
-        for first_query in range(0, problem.num_queries, item_rows):
+        costs, end_position = [], diagonal + problem.num_queries
+        for position in range(diagonal, end_position, item_rows):
+            tile = position, item_rows, end_position
             first = 0
-            _, end = schedule.key_tiles(first_query, item_rows, *lengths, settings.key_rows, problem.is_causal)
+            _, end = schedule.key_tiles(*tile, problem.num_keys, settings.key_rows, problem.is_causal)
             if problem.window is not None:
-                first, _ = schedule.window_tiles(
-                    first_query, item_rows, problem.num_queries, settings.key_rows, problem.window, end
-                )
+                first, _ = schedule.window_tiles(*tile, settings.key_rows, problem.window, end)
             costs.append(1 + end - first)
         # In full attention one sequence after another: then nearly all programs read the same keys at the same time.
         # 1x16x16384x128: 3.001 ms, in groups that fill L2 3.063; 1x16x16384x64: 1.854, 1.885.
@@ -128,7 +127,10 @@ class HopperForwardPlan(Plan):
         launch = Launch(
             forward_kernel,
             num_programs,
-            (query.num_heads, *lengths, math.log2(math.e) * problem.scale, problem.group_size, problem.window or 0),
+            (
+                *(query.num_heads, problem.num_queries, problem.num_keys, math.log2(math.e) * problem.scale),
+                *(problem.group_size, problem.window or 0, diagonal),
+            ),
             constants=(
                 HopperForwardConfig(
                     head_dim=problem.head_dim,
@@ -138,6 +140,7 @@ class HopperForwardPlan(Plan):
                     mask=_mask(problem),
                     take_turns=settings.take_turns,
                     grouped=problem.group_size > 1,
+                    shifted=diagonal > 0,
                     consumer_registers=settings.consumer_registers,
                 ),
             ),

@@ -29,7 +29,7 @@ def sees(query, key, num_queries, num_keys, is_causal, window=0):
 
 
 def seen_key_tiles(first_query, query_rows, num_queries, num_keys, key_rows, is_causal, window):
-    """(first, whole_from, whole, end), as ``_tiles`` of the forward kernel."""
+    """(first, whole_from, whole, end), as ``_tiles`` of the forward kernel: queries by their positions."""
     whole, end = key_tiles(first_query, query_rows, num_queries, num_keys, key_rows, is_causal)
     first, whole_from = 0, 0
     if window:
@@ -93,9 +93,11 @@ def test_groups_finish_one_after_the_other_and_the_longest_tile_comes_first():
 @MASKS
 @pytest.mark.parametrize(("consumers", "key_rows"), [(2, 128), (3, 128), (3, 64), (2, 64)])
 def test_consumers_visit_every_visible_tile_and_mask_where_they_must(consumers, key_rows, is_causal, window):
-    for num_queries, num_keys in itertools.product(LENGTHS, LENGTHS):
+    for num_queries, num_keys, at_end in itertools.product(LENGTHS, LENGTHS, (False, True)):
+        diagonal = max(0, num_keys - num_queries) if at_end and is_causal else 0
+        num_queries += diagonal
         of_problem = num_queries, num_keys, key_rows, is_causal, window
-        for item_query in range(0, num_queries, 64 * consumers):
+        for item_query in range(diagonal, num_queries, 64 * consumers):
             item_first, _, _, item_end = seen_key_tiles(item_query, 64 * consumers, *of_problem)
             assert item_end > item_first
             firsts, ends = [], []
@@ -118,7 +120,7 @@ def test_consumers_visit_every_visible_tile_and_mask_where_they_must(consumers, 
                     # Of queries that see no key the last tile is visited, and all of it masked.
                     assert (first <= tile < end) == some or tile == end - 1
                     assert (whole_from <= tile < whole) == every
-                    if tile == end - 1 and not window:
+                    if tile == end - 1 and not window and not diagonal:
                         # So that no row of the first tile visited is without a score.
                         assert sees(first_query, keys[0], num_queries, num_keys, is_causal)
             # The producer loads for the one that needs most, and nobody has to skip a negative number of tiles.
