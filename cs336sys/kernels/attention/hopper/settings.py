@@ -86,13 +86,13 @@ def hopper_forward_settings(problem: AttentionProblem) -> HopperForwardSettings:
         # The output takes 128 registers of a thread, which leaves none to a third warpgroup; queries and two rings of
         # two tiles of 64 keys take 192 KiB, so that longer tiles do not fit. 1x16x16384x256: 2.986; taking turns 3.021.
         # Full, 16 heads of 16384 keys, not taking turns and taking them: 2048 queries 0.724, 0.685; 8192 2.866, 2.843.
-        return HopperForwardSettings(consumers=2, key_rows=64, num_stages=2, take_turns=not problem.is_causal)
+        return HopperForwardSettings(consumers=2, key_rows=64, num_stages=2, take_turns=_sees_nearly_all(problem))
     # Not taking turns and taking them: 1x16x16384x128 1.519, 1.576; 1x64x4096x128 0.399, 0.395; 8x16x2048x128 0.230,
     # 0.225. Full, the fewer items a multiprocessor has, the more: 2048 queries and 16384 keys of 8, 16, 32 and 64 heads
     # 0.238, 0.187; 0.423, 0.357; 0.788, 0.724; 1.594, 1.521; 1x8 of 65536 keys 0.997, 0.708; 1x16x16384x128, with 15.5
-    # items, 2.996, 3.027.
+    # items, 2.996, 3.027. A chunk of 2048 queries at the end of 16384 keys, 8 heads: 0.227, 0.183.
     few_items = _items_per_multiprocessor(problem, problem.num_queries, 128) < 12
-    take_turns = problem.num_keys <= 8192 or (few_items and not problem.is_causal)
+    take_turns = problem.num_keys <= 8192 or (few_items and _sees_nearly_all(problem))
     return HopperForwardSettings(consumers=2, key_rows=128, num_stages=2, take_turns=take_turns)
 
 
@@ -125,9 +125,9 @@ def hopper_forward_is_faster(problem: AttentionProblem) -> bool:
         # take the same time: one round of them that is nearly full, or most of a second one. Three consumers are taken
         # where they save a round.
         fills_rounds = 0.6 <= items_per_multiprocessor <= 1 or items_per_multiprocessor >= 1.6
-        pays_off = items_per_multiprocessor >= 1 if problem.is_causal else fills_rounds
+        pays_off = fills_rounds if _sees_nearly_all(problem) else items_per_multiprocessor >= 1
         pays_off = (pays_off or settings.consumers == 3) and problem.num_keys >= (513 if problem.is_causal else 512)
-    elif problem.is_causal:
+    elif not _sees_nearly_all(problem):
         # Programs of a single round wait for the one with the most keys.
         is_long = min(problem.num_keys, problem.window or problem.num_keys) > 16 * problem.head_dim
         pays_off = items_per_multiprocessor >= (1.05 if is_long else 0.9)
@@ -153,9 +153,10 @@ def hopper_backward_is_faster(problem: AttentionProblem, deterministic: bool = F
     if problem.head_dim == 16:
         pays_off = False
     elif problem.head_dim == 256:
-        pays_off = problem.num_queries >= 512 and items_per_multiprocessor >= 1.9
+        pays_off = problem.num_queries >= 512 and items_per_multiprocessor >= (1.9 if deterministic else 0.45)
     elif problem.head_dim == 32:
-        pays_off = problem.num_queries > 8192 and items_per_multiprocessor >= 1.9
+        is_long = problem.num_queries > 8192 or (is_grouped and problem.num_queries >= 2048)
+        pays_off = is_long and items_per_multiprocessor >= (3.8 if is_grouped else 1.9)
     elif problem.head_dim == 64:
         # Of full attention also one round that is nearly full.
         fills_round = not problem.is_causal and not deterministic and 0.9 <= items_per_multiprocessor <= 1
@@ -174,6 +175,11 @@ def hopper_backward_is_faster(problem: AttentionProblem, deterministic: bool = F
         # Fewer dimensions are not measured; 128 and 256 win wherever they do in any order.
         pays_off = pays_off and problem.head_dim == 64 and items_per_multiprocessor >= 3
     return problem.tma_allowed and pays_off
+
+
+def _sees_nearly_all(problem: AttentionProblem) -> bool:
+    """Return whether no tile of queries sees half as many keys as another: in full attention, or at the keys' end."""
+    return not problem.is_causal or (problem.window is None and problem.diagonal >= problem.num_queries)
 
 
 def _items_per_multiprocessor(problem: AttentionProblem, num_rows: int, item_rows: int) -> float:

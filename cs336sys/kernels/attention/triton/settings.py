@@ -92,10 +92,11 @@ def joint(tile: TileSettings) -> BackwardSettings:
     return BackwardSettings((BackwardPass(tile, computes_dkv=True, computes_dq=True),))
 
 
-# The fewest keys that the forward kernel splits, and the most splits of several tiles of queries, and of one.
+# The fewest keys that the forward kernel splits, and the most splits of several tiles of queries, and of one, where a
+# split has so many keys at least.
 MIN_SPLIT_KEYS = 1024
 MAX_SPLITS = 8
-MAX_SPLITS_OF_ONE_TILE = 32
+MAX_SPLITS_OF_ONE_TILE, LEAST_OF_ONE_TILE = 32, 256
 
 _INTERPRETER = TileSettings(query_rows=32, key_rows=16, num_warps=4, num_stages=1)
 
@@ -159,7 +160,9 @@ def _num_splits(problem: AttentionProblem, tile: TileSettings) -> int:
 
     Where no other tile reads a tile's keys, memory is the limit: one program, of head dimension 64 two. Full, a query a
     head, with 8, 16 and 32 splits: 1x8 over 32768x128 0.0620, 0.0501, 0.0545; 32x1 over 8192x64 0.0313, 0.0367, 0.0377;
-    with 1, 2 and 4: 128x1 over 8192x128 0.1326, 0.1354, 0.1393; 64x1 over 8192x256 0.286, 0.166, 0.171.
+    with 1, 2 and 4: 128x1 over 8192x128 0.1326, 0.1354, 0.1393; 64x1 over 8192x256 0.286, 0.166, 0.171. Few keys, with
+    4, 8 and 16: 1x8 over 1024x128 0.0127, 0.0127, 0.0137; over 2048 0.0152, 0.0142, 0.0152; 2048x64 0.0134, 0.0121,
+    0.0124; 1x2 over 2048x256 0.0272, 0.0206, 0.0193, with 32 0.0240.
     """
     # Not split: in the interpreter, which has no capability; of float32, which was not measured; and with few keys,
     # where the second launch costs the CPU more than the splits save the GPU.
@@ -171,9 +174,10 @@ def _num_splits(problem: AttentionProblem, tile: TileSettings) -> int:
     num_programs = problem.num_sequences * -(-problem.num_queries // tile.query_rows)
     per_sm, max_splits = 4 if num_keys >= 2 * MIN_SPLIT_KEYS else 1, MAX_SPLITS
     if problem.num_queries <= tile.query_rows and problem.group_size == 1:
-        per_sm, max_splits = 1 if problem.head_dim > 64 else 2, MAX_SPLITS_OF_ONE_TILE
+        per_sm = 1 if problem.head_dim > 64 else 2
+        max_splits = min(MAX_SPLITS_OF_ONE_TILE, num_keys // LEAST_OF_ONE_TILE)
     splits = 1
-    while splits < max_splits and 2 * splits * num_programs <= per_sm * problem.num_multiprocessors:
+    while 2 * splits <= max_splits and 2 * splits * num_programs <= per_sm * problem.num_multiprocessors:
         splits *= 2
     return splits
 
