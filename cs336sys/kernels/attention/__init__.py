@@ -95,7 +95,7 @@ def flash_attention(
         causal_alignment: of is_causal and window: "start", as above, or "end", where the last query and the last key
             are at the same position, as in FlashAttention and ``torch.nn.attention.bias.causal_lower_right``: query i
             is at position i + S_k - S_q (chunked prefill). With S_q > S_k the first queries see no key. "hopper" has
-            "end" for S_q <= S_k; where S_q < S_k, gradients are those of "triton".
+            "end" for S_q <= S_k; where S_q < S_k, its gradients in a window are those of "triton".
         deterministic: gradients equal from run to run to the last bit, as also under
             ``torch.use_deterministic_algorithms``; costs speed in "triton" and "hopper", the others always are.
         return_logsumexp: return the logsumexp of each query's scores as well.

@@ -137,8 +137,9 @@ def backward_plan(tensors: Sequence[Tensor], grads: Sequence[Tensor], options: A
     results = [Operand(grad) for grad in (grad_query, *grads[1:])]
     problem = make_problem(query, key, operands, options)
     plan_class = BackwardPlan
-    # The Hopper kernels read and write these by TMA, and have the diagonal at the first query and key.
-    fits_hopper = all(operand.fits_tma for operand in (*results, out) if operand is not None) and not problem.diagonal
+    # The Hopper kernels read and write these by TMA, and count a window's tiles from the first query and key on.
+    fits_hopper = all(operand.fits_tma for operand in (*results, out) if operand is not None)
+    fits_hopper = fits_hopper and (problem.diagonal == 0 or (problem.diagonal > 0 and problem.window is None))
     is_faster = functools.partial(settings.hopper_backward_is_faster, deterministic=options.deterministic)
     if fits_hopper and _takes_hopper(options.kernels, query, problem, is_faster):
         from cs336sys.kernels.attention.hopper.plans import HopperBackwardPlan as plan_class

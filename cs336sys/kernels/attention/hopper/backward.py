@@ -111,6 +111,7 @@ def _item_gradients(shared, pieces, numbers, item, CONSUMER: gl.constexpr, CONFI
 
     first_key, key_sequence, first_tile, first, end = item
     first_key += CONSUMER * ROWS
+    query_of_key = tiles.query_of_key(first_key, shape, CONFIG)
     grad_key_sum = gl.zeros([ROWS, HEAD_DIM], gl.float32, grad_layout)
     grad_value_sum = gl.zeros([ROWS, HEAD_DIM], gl.float32, grad_layout)
     # The sum of dQ has, for each tile of queries, the half tile of the first warpgroup, and behind it the second's.
@@ -125,7 +126,7 @@ def _item_gradients(shared, pieces, numbers, item, CONSUMER: gl.constexpr, CONFI
     scores = warpgroup_mma(
         key_tiles.index(2 * keys_slot + CONSUMER),
         query_ring.index(first_slot).permute([1, 0]),
-        tiles.scores_start(logsumexps, scale_log2, next_query, first_key, shape, CONFIG),
+        tiles.scores_start(logsumexps, scale_log2, next_query, query_of_key, shape, CONFIG),
         is_async=True,
     )
     mbarrier.wait(barriers.value_ready.index(0), round & 1)
@@ -191,7 +192,7 @@ def _item_gradients(shared, pieces, numbers, item, CONSUMER: gl.constexpr, CONFI
         scores = warpgroup_mma(
             key_tiles.index(first_keys + CONSUMER),
             query_ring.index(next_slot).permute([1, 0]),
-            tiles.scores_start(logsumexps, scale_log2, next_query, first_key, shape, CONFIG),
+            tiles.scores_start(logsumexps, scale_log2, next_query, query_of_key, shape, CONFIG),
             is_async=True,
         )
         grad_key_sum, scores = warpgroup_mma_wait(0, [grad_key_sum, scores])
@@ -224,7 +225,7 @@ def _item_gradients(shared, pieces, numbers, item, CONSUMER: gl.constexpr, CONFI
 def backward_kernel(
     query, key, value, grad_out, statistics, grad_key, grad_value, grad_query_sum, turns, pieces, schedule,
     num_key_heads, num_queries, num_keys, padded_queries, scale, scale_log2, group_size, window, window_tiles,
-    CONFIG: gl.constexpr,
+    diagonal, CONFIG: gl.constexpr,
 ):  # fmt: skip
     """Write dK and dV of 128 keys of one sequence; add their share of dQ / scale to grad_query_sum.
 
@@ -260,7 +261,7 @@ def backward_kernel(
     fence_async_shared()
 
     tensors = Tensors(query, key, value, grad_out, statistics, grad_key, grad_value, grad_query_sum)
-    shape = Shape(num_key_heads, num_queries, num_keys, padded_queries, group_size, window, window_tiles)
+    shape = Shape(num_key_heads, num_queries, num_keys, padded_queries, group_size, window, window_tiles, diagonal)
     shared = Shared(tensors, buffers, barriers, schedule, shape)
     # Last: warps, and registers of a thread, of the consumers. The producer has the launch's 4 warps, and 24 are left.
     gl.warp_specialize(

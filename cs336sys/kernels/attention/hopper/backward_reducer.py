@@ -96,6 +96,7 @@ def _keys_gradients(shared, pieces, numbers, item, CONSUMER: gl.constexpr, CONFI
 
     first_key, key_sequence, first_tile, first, end = item
     first_key += CONSUMER * ROWS
+    query_of_key = tiles.query_of_key(first_key, shape, CONFIG)
     grad_key_sum = gl.zeros([ROWS, HEAD_DIM], gl.float32, grad_layout)
     grad_value_sum = gl.zeros([ROWS, HEAD_DIM], gl.float32, grad_layout)
     keys_slot = round % 2
@@ -109,7 +110,7 @@ def _keys_gradients(shared, pieces, numbers, item, CONSUMER: gl.constexpr, CONFI
     query = tiles.tile_of(first, first_tile, shape, CONFIG) * ROWS
     query_ready = barriers.query_ready
     scores = tiles.issue_scores(
-        query, first_use, first < end, key_operand, query_ring, query_ready, first_key, shape, CONFIG
+        query, first_use, first < end, key_operand, query_ring, query_ready, query_of_key, shape, CONFIG
     )
     scores = warpgroup_mma_wait(0, [scores])
     for visit in range(first, end):
@@ -140,7 +141,7 @@ def _keys_gradients(shared, pieces, numbers, item, CONSUMER: gl.constexpr, CONFI
         query = tiles.tile_of(visit + 1, first_tile, shape, CONFIG) * ROWS
         has_next = visit + 1 < end
         scores = tiles.issue_scores(
-            query, use + 1, has_next, key_operand, query_ring, query_ready, first_key, shape, CONFIG
+            query, use + 1, has_next, key_operand, query_ring, query_ready, query_of_key, shape, CONFIG
         )
         grad_value_sum, grad_key_sum, scores = warpgroup_mma_wait(0, [grad_value_sum, grad_key_sum, scores])
         mbarrier.arrive(barriers.tile_free.index(slot), count=1)
@@ -233,7 +234,7 @@ def _reducer(shared, turns, CONFIG: gl.constexpr):
 def reducer_backward_kernel(
     query, key, value, grad_out, statistics, grad_query_sum, grad_key, grad_value, turns, pieces, schedule,
     num_key_heads, num_queries, num_keys, padded_queries, scale, scale_log2, group_size, window, window_tiles,
-    CONFIG: gl.constexpr,
+    diagonal, CONFIG: gl.constexpr,
 ):  # fmt: skip
     """Write dK and dV of 128 keys of one sequence; add their share of dQ / scale to grad_query_sum.
 
@@ -277,7 +278,7 @@ def reducer_backward_kernel(
     fence_async_shared()
 
     tensors = Tensors(query, key, value, grad_out, statistics, grad_key, grad_value, grad_query_sum)
-    shape = Shape(num_key_heads, num_queries, num_keys, padded_queries, group_size, window, window_tiles)
+    shape = Shape(num_key_heads, num_queries, num_keys, padded_queries, group_size, window, window_tiles, diagonal)
     shared = Shared(tensors, buffers, barriers, schedule, shape)
     # The last two arguments: warps, and registers of a thread, of all functions but the first.
     gl.warp_specialize(

@@ -22,7 +22,7 @@ FIRST, SECOND = gl.constexpr(0), gl.constexpr(1)
 TURNS = gl.constexpr(4)
 
 Tensors = namedtuple("Tensors", "query key value grad_out statistics grad_key grad_value grad_query_sum")
-Shape = namedtuple("Shape", "num_key_heads num_queries num_keys padded_queries group_size window window_tiles")
+Shape = namedtuple("Shape", "num_key_heads num_queries num_keys padded_queries group_size window window_tiles diagonal")
 # What all warps of a program share; each kernel has buffers and barriers of its own.
 Shared = namedtuple("Shared", "tensors buffers barriers schedule shape")
 # The keys of a program or of a piece of its work, and its visits to tiles of queries, from ``first_tile`` on, of each
@@ -37,7 +37,7 @@ class HopperBackwardConfig:
     ``ordered``: programs add to dQ in turn, which ``turns`` counts (``pass_turns``). ``grouped``: group_size heads of
     queries side by side share a head of keys, and the program visits all of their queries. ``cut``: some programs have
     a piece of these visits only, and leave dK and dV in ``pieces``, float32, (piece, dK or dV, tile of 64 keys, as
-    ``convert.py`` describes).
+    ``convert.py`` describes). ``shifted``: as :class:`HopperForwardConfig`'s, without a window.
     """
 
     head_dim: int
@@ -46,6 +46,7 @@ class HopperBackwardConfig:
     ordered: bool
     grouped: bool
     cut: bool
+    shifted: bool
     consumer_registers: int
     reducer_registers: int = 0
 
@@ -60,13 +61,25 @@ _piece_visits = gluon.jit(schedule_arithmetic.piece_visits)
 
 
 @gluon.jit
+def query_of_key(key, shape, CONFIG: gl.constexpr):
+    """Return which query is at the position of a key, below 0 for keys in front of the first."""
+    if CONFIG.shifted:
+        key -= shape.diagonal
+    return key
+
+
+@gluon.jit
 def read_item(schedule, work, shape, KEY_ROWS: gl.constexpr, CONFIG: gl.constexpr):
     """Return the item, or the piece of one, of KEY_ROWS keys that has row ``work`` of ``as_table_of_pieces``."""
     # A row is two numbers: pieces of the item + 256 * number of the piece among all, and the row of the item.
     entry = schedule + gl.load(schedule + work * 2 + 1) * 2
     first_key = gl.load(entry) * KEY_ROWS
     first_tile, end = _query_tiles(
-        first_key, shape.num_queries, ROWS, CONFIG.mask >= CAUSAL, shape.window_tiles if CONFIG.mask == WINDOW else 0
+        max(query_of_key(first_key, shape, CONFIG), 0),
+        shape.num_queries,
+        ROWS,
+        CONFIG.mask >= CAUSAL,
+        shape.window_tiles if CONFIG.mask == WINDOW else 0,
     )
     first = first_tile
     if CONFIG.grouped:
@@ -252,7 +265,8 @@ def pass_turns(turns, turn, visit, item, shape, KEY_ROWS: gl.constexpr, ENDS_TUR
     if visit > first and visit <= end:  # The turn of visit - 1, the last one's, too.
         counter = turns + tile_of_group(visit - 1, first_tile, shape, CONFIG) * ROWS
         tile = tile_of(visit - 1, first_tile, shape, CONFIG)
-        before = _turns_before(tile, ROWS, first_key, shape.num_keys, KEY_ROWS, CONFIG.mask)
+        diagonal = shape.diagonal if CONFIG.shifted else 0
+        before = _turns_before(tile, ROWS, first_key, shape.num_keys, KEY_ROWS, CONFIG.mask, diagonal)
         # Wait until so many programs have added. The fence: what the reducer writes by TMA comes after what was read.
         gl.inline_asm_elementwise(
             """{
@@ -287,10 +301,16 @@ def end_turn(turns, visit, is_visit, first_tile, shape, CONFIG: gl.constexpr):
 
 
 @gluon.jit
+def _end_of_keys(shape, CONFIG: gl.constexpr):
+    """Return where keys end that are numbered by :func:`query_of_key`."""
+    return shape.num_queries if CONFIG.shifted else shape.num_keys
+
+
+@gluon.jit
 def needs_mask(first_query, first_key, shape, CONFIG: gl.constexpr):
-    """Return whether a query of a tile of at most 64 does not see one of 64 keys."""
+    """Return whether a query of a tile of at most 64 does not see one of 64 keys, which have their queries' numbers."""
     # Keys behind the last one end up in no dK or dV, but exp2 of their score 0 may be inf and would reach dQ.
-    masked = first_key + ROWS > shape.num_keys
+    masked = first_key + ROWS > _end_of_keys(shape, CONFIG)
     if CONFIG.mask >= CAUSAL:
         masked = masked or first_query < first_key + ROWS - 1
     if CONFIG.mask == WINDOW:
@@ -302,11 +322,12 @@ def needs_mask(first_query, first_key, shape, CONFIG: gl.constexpr):
 def masked_start(start, first_query, first_key, shape, CONFIG: gl.constexpr):
     """Return ``start`` of the sums of S^T (keys, queries), and -inf where a query does not see a key.
 
+    Keys have the numbers of queries, as :func:`query_of_key`: comparing with these takes a register less.
     The mask is what the sums start from: registers are scarcer once they are complete.
     """
     layout: gl.constexpr = start.type.layout
     keys = first_key + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
-    keys = gl.where(keys < shape.num_keys, keys, NOBODY_SEES)
+    keys = gl.where(keys < _end_of_keys(shape, CONFIG), keys, NOBODY_SEES)
     if CONFIG.mask >= CAUSAL:
         queries = first_query + gl.arange(0, start.shape[1], gl.SliceLayout(0, layout))
         visible = keys[:, None] <= queries[None, :]

@@ -84,6 +84,7 @@ def _consumer(shared, pieces, scale, scale_log2, CONSUMER: gl.constexpr, CONFIG:
     half_zeros = gl.zeros([ROWS, HALF], gl.float32, grad_layout)
 
     first_key, key_sequence, first_tile, first, end = tiles.read_item(schedule, gl.program_id(0), shape, ROWS, CONFIG)
+    query_of_key = tiles.query_of_key(first_key, shape, CONFIG)
     grad_key_sum = gl.zeros([ROWS, HALF], gl.float32, grad_layout)
     grad_value_sum = gl.zeros([ROWS, HALF], gl.float32, grad_layout)
     # The sum of dQ has, for each tile of queries, the half tile of the first warpgroup, and behind it the second's.
@@ -102,7 +103,7 @@ def _consumer(shared, pieces, scale, scale_log2, CONSUMER: gl.constexpr, CONFIG:
         mbarrier.wait(query_ready.index(slot), (use // STAGES) & 1)
         logsumexps = logsumexp_ring.index(slot).reshape([ROWS]).slice(FIRST_ROW, HALF_ROWS, 0).load(query_layout)
         first_query = tiles.tile_of(visit, first_tile, shape, CONFIG) * ROWS + FIRST_ROW
-        scores = tiles.scores_start(logsumexps, scale_log2, first_query, first_key, shape, CONFIG)
+        scores = tiles.scores_start(logsumexps, scale_log2, first_query, query_of_key, shape, CONFIG)
         deltas = delta_ring.index(slot).reshape([ROWS]).slice(FIRST_ROW, HALF_ROWS, 0).load(query_layout)
         grad_weights = tiles.grad_weights_start(deltas)
         query_rows = query_ring.index(slot).slice(FIRST_ROW, HALF_ROWS, 0)
@@ -168,7 +169,7 @@ def _consumer(shared, pieces, scale, scale_log2, CONSUMER: gl.constexpr, CONFIG:
 def wide_backward_kernel(
     query, key, value, grad_out, statistics, grad_key, grad_value, grad_query_sum, turns, pieces, schedule,
     num_key_heads, num_queries, num_keys, padded_queries, scale, scale_log2, group_size, window, window_tiles,
-    CONFIG: gl.constexpr,
+    diagonal, CONFIG: gl.constexpr,
 ):  # fmt: skip
     """Compute what ``backward.backward_kernel`` does, which explains the arguments, for 64 keys of one sequence."""
     HEAD_DIM: gl.constexpr = CONFIG.head_dim
@@ -201,7 +202,7 @@ def wide_backward_kernel(
     fence_async_shared()
 
     tensors = Tensors(query, key, value, grad_out, statistics, grad_key, grad_value, grad_query_sum)
-    shape = Shape(num_key_heads, num_queries, num_keys, padded_queries, group_size, window, window_tiles)
+    shape = Shape(num_key_heads, num_queries, num_keys, padded_queries, group_size, window, window_tiles, diagonal)
     shared = Shared(tensors, buffers, barriers, schedule, shape)
     # The last two arguments: warps, and registers of a thread, of all functions but the first.
     gl.warp_specialize(

@@ -206,19 +206,21 @@ class HopperBackwardPlan(BackwardPlan):
         self._add_tensor("schedule", torch.tensor(table, dtype=torch.int32, device=self._device))
         lengths = problem.num_queries, problem.num_keys
         scales = problem.scale, problem.scale * math.log2(math.e)
-        window = problem.window or 0, self._window_tiles
+        mask = problem.window or 0, self._window_tiles, problem.diagonal
         return Launch(
             _BACKWARD_KERNELS[settings.kernel],
             num_programs,
-            numbers=(self._num_key_heads, *lengths, self._padded_queries, *scales, problem.group_size, *window),
+            numbers=(self._num_key_heads, *lengths, self._padded_queries, *scales, problem.group_size, *mask),
             constants=(
                 HopperBackwardConfig(
                     head_dim=problem.head_dim,
                     stages=settings.num_stages,
                     mask=_mask(problem),
                     ordered=self._takes_turns,
-                    grouped=problem.group_size > 1,
+                    # Shifted and not grouped, head dimension 256 spills 232 bytes (triton 3.6), grouped none.
+                    grouped=problem.group_size > 1 or problem.diagonal > 0,
                     cut=self._num_cut > 0,
+                    shifted=problem.diagonal > 0,
                     **settings.registers,
                 ),
             ),
@@ -235,7 +237,11 @@ class HopperBackwardPlan(BackwardPlan):
         problem = self._problem
         tiles = (
             schedule.query_tiles(
-                first_key, problem.num_queries, BACKWARD_QUERY_ROWS, problem.is_causal, self._window_tiles
+                max(0, first_key - problem.diagonal),
+                problem.num_queries,
+                BACKWARD_QUERY_ROWS,
+                problem.is_causal,
+                self._window_tiles,
             )
             for first_key in range(0, problem.num_keys, self._settings.key_rows)
         )

@@ -172,13 +172,14 @@ def window_tiles(first_query, query_rows, num_queries, key_rows, window, end):
     return first, (max(last_query - window + 1, 0) + key_rows - 1) // key_rows
 
 
-def query_tiles(first_key, num_queries, query_rows, is_causal, window_tiles):
-    """Return (first, end) of the query tiles in which a query sees a key from ``first_key`` on: none if end <= first.
+def query_tiles(first_query, num_queries, query_rows, is_causal, window_tiles):
+    """Return (first, end) of the query tiles in which a query sees one of some keys: none if end <= first.
 
-    ``window_tiles``: of how many tiles the queries have these keys in their window; 0 without a window.
+    ``first_query``: sees the first of these keys under a causal mask. ``window_tiles``: of how many tiles the queries
+    have these keys in their window; 0 without a window.
     """
     end = (num_queries + query_rows - 1) // query_rows
-    first = first_key // query_rows if is_causal else 0
+    first = first_query // query_rows if is_causal else 0
     return first, min(end, first + window_tiles) if window_tiles else end
 
 
@@ -219,11 +220,11 @@ def piece_visits(first, end, piece, num_pieces):
     return first + num_visits * piece // num_pieces, first + num_visits * (piece + 1) // num_pieces
 
 
-def turns_before(tile, query_rows, first_key, num_keys, key_rows, is_causal):
+def turns_before(tile, query_rows, first_key, num_keys, key_rows, is_causal, diagonal):
     """Return how many programs add to dQ of a tile of queries before that of the keys at ``first_key``.
 
     The order is fixed: those of later keys come first. Programs begin in this order, too: so nobody waits for one that
     has not begun, and under a causal mask each begins with queries that the one before it has behind it.
     """
-    seen = min(num_keys, (tile + 1) * query_rows) if is_causal else num_keys
+    seen = min(num_keys, (tile + 1) * query_rows + diagonal) if is_causal else num_keys
     return (seen - 1) // key_rows - first_key // key_rows

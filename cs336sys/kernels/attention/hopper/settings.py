@@ -159,11 +159,11 @@ def hopper_backward_is_faster(problem: AttentionProblem, deterministic: bool = F
         pays_off = is_long and items_per_multiprocessor >= (3.8 if is_grouped else 1.9)
     elif problem.head_dim == 64:
         # Of full attention also one round that is nearly full.
-        fills_round = not problem.is_causal and not deterministic and 0.9 <= items_per_multiprocessor <= 1
+        fills_round = _sees_nearly_all(problem) and not deterministic and 0.9 <= items_per_multiprocessor <= 1
         pays_off = items_per_multiprocessor >= (0.45 if is_grouped else 1.8) or fills_round
         pays_off = pays_off and problem.num_queries >= 512
     else:
-        least = 1.4 if deterministic else 0.35 if is_grouped else 1.05 if problem.is_causal else 0.6
+        least = 1.4 if deterministic else 0.35 if is_grouped else 0.6 if _sees_nearly_all(problem) else 1.05
         pays_off = problem.num_queries >= 512 and items_per_multiprocessor >= least
         if not problem.is_causal and not deterministic:
             # Two halves of each item fill the GPU: HopperBackwardPlan cuts them.

@@ -67,6 +67,7 @@ PLANS = {
     "fill the GPU": (8, 8, 2, 1000, 2048, True, 128, 132, "none"),
     "window": (1, 3, 1, 1000, 900, 300, 128, 132, "none"),
     "window of grouped queries": (1, 8, 4, 1000, 900, 300, 256, 132, "all"),
+    "at the end": (1, 8, 4, 500, 1030, "end", 64, 132, "all"),
 }
 
 
@@ -74,7 +75,8 @@ PLANS = {
 def test_a_backward_visits_every_tile_once_and_sums_every_piece_to_where_it_belongs(shape):
     """What its plan gives to the pass and to ``sum_pieces_kernel``, followed by their integer arithmetic."""
     batch, num_heads, group_size, num_queries, num_keys, mask, head_dim, num_multiprocessors, cut = shape
-    is_causal, window = bool(mask), None if isinstance(mask, bool) else mask
+    is_causal, window = bool(mask), mask if type(mask) is int else None
+    diagonal = num_keys - num_queries if mask == "end" else 0
     key_heads = num_heads // group_size
     of_queries, of_keys = (num_heads, num_queries), (key_heads, num_keys)
     # Query, key, value, gradient of the output, and the gradients of the first three. Values have rows of their own.
@@ -85,7 +87,12 @@ def test_a_backward_visits_every_tile_once_and_sums_every_piece_to_where_it_belo
     ]
     operands = [Operand(tensor) for tensor in tensors]
     grads = operands[4:]
-    options = {"group_size": group_size, "num_multiprocessors": num_multiprocessors, "window": window}
+    options = {
+        "group_size": group_size,
+        "num_multiprocessors": num_multiprocessors,
+        "window": window,
+        "diagonal": diagonal,
+    }
     described = problem_on_h200(batch * num_heads, num_queries, head_dim, num_keys, is_causal, **options)
     plan = HopperBackwardPlan(described, operands[:4], operands[0], grads, CPU, False)
     backward, tensors_of_pass = plan.steps[1]
@@ -94,8 +101,8 @@ def test_a_backward_visits_every_tile_once_and_sums_every_piece_to_where_it_belo
     key_rows, tiles_of_head = 64 if head_dim == 256 else 128, -(-num_queries // 64)
     window_tiles = tiles_of_window(window, 64, key_rows) if window else 0
     assert backward.arguments[:3] == (key_heads, num_queries, num_keys)
-    assert backward.arguments[6:9] == (group_size, window or 0, window_tiles)
-    config = backward.arguments[9]
+    assert backward.arguments[6:10] == (group_size, window or 0, window_tiles, diagonal)
+    config = backward.arguments[10]
     assert (config.ordered, config.grouped, config.cut) == (False, group_size > 1, cut != "none"), "any order, and cut"
 
     seen, items_of_pieces, whole = collections.Counter(), {}, []
@@ -105,7 +112,7 @@ def test_a_backward_visits_every_tile_once_and_sums_every_piece_to_where_it_belo
     for pieces_of_item, at in table[first_work : first_work + num_works]:
         item = tuple(table[at])
         number, count = divmod(pieces_of_item, 256)
-        tiles = query_tiles(item[0] * key_rows, num_queries, 64, is_causal, window_tiles)
+        tiles = query_tiles(max(0, item[0] * key_rows - diagonal), num_queries, 64, is_causal, window_tiles)
         for visit in range(*piece_visits(*visits(*tiles, group_size), number % count, count)):
             member, tile = member_of_visit(visit, *tiles), tile_of_visit(visit, *tiles)
             assert tile_among_heads(visit, *tiles, tiles_of_head) == member * tiles_of_head + tile
@@ -119,7 +126,9 @@ def test_a_backward_visits_every_tile_once_and_sums_every_piece_to_where_it_belo
         (key_tile, head, tile)
         for key_tile in range(-(-num_keys // key_rows))
         for head in range(batch * num_heads)
-        for tile in range(*query_tiles(key_tile * key_rows, num_queries, 64, is_causal, window_tiles))
+        for tile in range(
+            *query_tiles(max(0, key_tile * key_rows - diagonal), num_queries, 64, is_causal, window_tiles)
+        )
     )
     assert (len(whole) > 0, len(items_of_pieces) > 0) == {"none": (1, 0), "some": (1, 1), "all": (0, 1)}[cut]
     num_tiles = key_rows // 64

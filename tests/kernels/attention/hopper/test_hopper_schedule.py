@@ -37,9 +37,17 @@ def seen_key_tiles(first_query, query_rows, num_queries, num_keys, key_rows, is_
     return first, whole_from, whole, end
 
 
-def seeing_query_tiles(first_key, num_queries, is_causal, window=0, key_rows=128):
+def seeing_query_tiles(first_key, num_queries, is_causal, window=0, key_rows=128, diagonal=0):
     """(first, end) of the tiles that a program of the backward pass visits."""
-    return query_tiles(first_key, num_queries, 64, is_causal, tiles_of_window(window, 64, key_rows) if window else 0)
+    window_tiles = tiles_of_window(window, 64, key_rows) if window else 0
+    return query_tiles(max(0, first_key - diagonal), num_queries, 64, is_causal, window_tiles)
+
+
+def lengths_and_diagonals(is_causal, window):
+    """(queries, keys, diagonal): a window ends where the queries do only in the forward kernel."""
+    for num_queries, num_keys in itertools.product(LENGTHS, LENGTHS):
+        for diagonal in {0, max(0, num_keys - num_queries)} if is_causal and not window else {0}:
+            yield num_queries, num_keys, diagonal
 
 
 @CAUSAL
@@ -130,21 +138,25 @@ def test_consumers_visit_every_visible_tile_and_mask_where_they_must(consumers, 
 @MASKS
 @pytest.mark.parametrize("key_rows", [64, 128])
 def test_queries_that_see_a_block_of_keys(key_rows, is_causal, window):
-    for num_queries, num_keys in itertools.product(LENGTHS, LENGTHS):
+    for num_queries, num_keys, diagonal in lengths_and_diagonals(is_causal, window):
         for first_key in range(0, num_keys, key_rows):
-            first, end = seeing_query_tiles(first_key, num_queries, is_causal, window, key_rows)
+            first, end = seeing_query_tiles(first_key, num_queries, is_causal, window, key_rows, diagonal)
             visited = {query for tile in range(first, end) for query in range(64 * tile, 64 * tile + 64)}
             keys = range(first_key, min(first_key + key_rows, num_keys))
             needed = {
                 query
                 for query in range(num_queries)
-                if any(sees(query, key, num_queries, num_keys, is_causal, window) for key in (keys[0], keys[-1]))
+                if any(
+                    sees(query, key - diagonal, num_queries, num_keys, is_causal, window)
+                    for key in keys[:: len(keys) - 1 or 1]
+                )
             }
             assert needed <= visited
             assert end <= -(-num_queries // 64)
-            # Tiles of 64 queries start at a multiple of 64, so at most the first two cross the diagonal, and as if all
-            # keys of the block were there, a query of the last sees one.
-            assert all(sees(64 * tile, keys[-1], 10**9, num_keys, is_causal) for tile in range(first + 2, end))
+            # Tiles of 64 queries start at a multiple of 64, so at most the first two cross the diagonal, or three where
+            # that does not start so; and as if all keys of the block were there, a query of the last sees one.
+            seeing = range(first + 2 + (diagonal > 0), end)
+            assert all(sees(64 * tile, keys[-1] - diagonal, 10**9, num_keys, is_causal) for tile in seeing)
             if window and end > first:
                 assert sees(64 * end - 64, first_key + key_rows - 1, 10**9, 10**9, False, window)
 
@@ -152,9 +164,9 @@ def test_queries_that_see_a_block_of_keys(key_rows, is_causal, window):
 @MASKS
 @pytest.mark.parametrize("key_rows", [64, 128])
 def test_turns_count_the_programs_of_later_keys_that_add_to_the_same_queries(key_rows, is_causal, window):
-    for num_queries, num_keys in itertools.product(LENGTHS, LENGTHS):
+    for num_queries, num_keys, diagonal in lengths_and_diagonals(is_causal, window):
         added = collections.Counter()
         for first_key in reversed(range(0, num_keys, key_rows)):
-            for tile in range(*seeing_query_tiles(first_key, num_queries, is_causal, window, key_rows)):
-                assert turns_before(tile, 64, first_key, num_keys, key_rows, is_causal) == added[tile]
+            for tile in range(*seeing_query_tiles(first_key, num_queries, is_causal, window, key_rows, diagonal)):
+                assert turns_before(tile, 64, first_key, num_keys, key_rows, is_causal, diagonal) == added[tile]
                 added[tile] += 1
