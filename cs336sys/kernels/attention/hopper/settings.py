@@ -130,7 +130,7 @@ def hopper_forward_is_faster(problem: AttentionProblem) -> bool:
     elif not _sees_nearly_all(problem):
         # Programs of a single round wait for the one with the most keys.
         is_long = min(problem.num_keys, problem.window or problem.num_keys) > 16 * problem.head_dim
-        pays_off = items_per_multiprocessor >= (1.05 if is_long else 0.9)
+        pays_off = items_per_multiprocessor >= (1.05 if is_long else 0.45 if problem.head_dim == 256 else 0.7)
     else:
         # Of 64 queries and fewer an item is half empty; plain Triton splits many keys.
         fills_half = problem.head_dim == 256 or (problem.num_queries > 64 and problem.num_keys <= 4096)
