@@ -249,21 +249,18 @@ class HopperBackwardPlan(BackwardPlan):
 
     def _cut(self, items: Sequence[tuple[int, int]]) -> tuple[int, int]:
         """Return (items that stay whole, pieces of each other item); none is cut where programs add to dQ in turn."""
-        problem, settings = self._problem, self._settings
-        if self._takes_turns:
+        problem = self._problem
+        # Of items that share no keys only those of this kernel were measured in pieces (docs/kernels.md), in full
+        # attention: under a causal mask short items fill the end.
+        is_cut = problem.group_size > 1 or (self._settings.kernel == "exchange" and not problem.is_causal)
+        if self._takes_turns or not is_cut:
             return len(items), 1
-        if problem.group_size > 1:
-            num_visits = self._num_visits()
-            # Causal programs drift apart: small pieces keep their queries in L2. Of a window these are few; without a
-            # mask all programs visit the same at the same time.
-            least_pieces = self._least_pieces(len(num_visits)) if _mask(problem) == CAUSAL.value else 1
-            costs = WHOLE_COST, PIECE_COST
-            return schedule.cut_all(items, num_visits, problem.num_multiprocessors, costs, least_pieces)
-        # Only this kernel was measured with its last round cut (docs/kernels.md). Causal: short items fill the end.
-        if settings.kernel == "exchange" and not problem.is_causal:
-            num_tiles = self._padded_queries // BACKWARD_QUERY_ROWS
-            return schedule.cut_the_rest(len(items), problem.num_multiprocessors, num_tiles, PIECE_COST)
-        return len(items), 1
+        num_visits = self._num_visits()
+        # Causal programs drift apart: small pieces keep their queries in L2. Of a window these are few; without a mask
+        # all programs visit the same at the same time.
+        least_pieces = self._least_pieces(len(num_visits)) if _mask(problem) == CAUSAL.value else 1
+        costs = WHOLE_COST, PIECE_COST
+        return schedule.cut_all(items, num_visits, problem.num_multiprocessors, costs, least_pieces)
 
     def _least_pieces(self, num_tiles: int) -> int:
         """Return pieces of so few heads each that the programs of ``num_tiles`` tiles of keys find their queries in L2.

@@ -9,7 +9,7 @@ program makes a *visit* to each tile of the other that it needs; a *piece* of an
 import heapq
 from collections.abc import Iterable, Iterator, Sequence
 
-# Into how many pieces ``cut_all`` may cut an item, and how many rounds of programs are enough to keep the GPU full.
+# Into how many pieces ``cut_all`` may cut an item, and how many rounds of pieces are enough to keep the GPU full.
 NUMBERS_OF_PIECES = (2, 3, 4, 6, 8, 12, 16, 24, 32)
 MAX_ROUNDS = 16
 
@@ -53,26 +53,6 @@ def share_out(items: Iterable[tuple[int, int]], costs: Sequence[int], num_progra
     return shares
 
 
-def cut_the_rest(num_items: int, num_programs: int, num_tiles: int, piece_cost: int) -> tuple[int, int]:
-    """Return (items that stay whole, pieces of each other item), for items of ``num_tiles`` tiles each.
-
-    If the last of them fill but a part of the GPU, which runs ``num_programs`` at a time, they are cut into pieces of
-    about equal length, by which it is done sooner; ``piece_cost``: what a piece takes besides its tiles, in tiles.
-    """
-    rest = num_items % num_programs
-    # When the rest is done, in tiles, by the number of pieces of each item.
-    ends = {1: num_tiles if rest else 0}
-    for pieces in range(2, 5):
-        rounds = -(-rest * pieces // num_programs)
-        ends[pieces] = rounds * (-(-num_tiles // pieces) + piece_cost)
-    best = min(ends, key=ends.__getitem__)
-    saved = ends[1] - ends[best]
-    # Nothing is cut to save less than 1 % of the time.
-    if saved * 100 < num_items // num_programs * num_tiles + ends[1]:
-        return num_items, 1
-    return num_items - rest, best
-
-
 def cut_all(
     items: Sequence[tuple[int, int]],
     num_visits: Sequence[int],
@@ -97,8 +77,7 @@ def cut_all(
         numbers_of_whole = sorted({0, whole_rounds} - {len(items)})  # All whole is the first choice.
     for num_whole in numbers_of_whole:
         for pieces in NUMBERS_OF_PIECES:
-            num_works = num_whole + (len(items) - num_whole) * pieces
-            if pieces >= least_pieces and num_works <= MAX_ROUNDS * num_programs:
+            if pieces >= least_pieces and (len(items) - num_whole) * pieces <= MAX_ROUNDS * num_programs:
                 choices.append((num_whole, pieces))
 
     def end_of(num_whole: int, num_pieces: int) -> int:
