@@ -111,7 +111,7 @@ def _item_gradients(shared, pieces, numbers, item, CONSUMER: gl.constexpr, CONFI
 
     first_key, key_sequence, first_tile, first, end = item
     first_key += CONSUMER * ROWS
-    query_of_key = tiles.query_of_key(first_key, shape, CONFIG)
+    query_at_key = tiles.query_at_key(first_key, shape, CONFIG)
     grad_key_sum = gl.zeros([ROWS, HEAD_DIM], gl.float32, grad_layout)
     grad_value_sum = gl.zeros([ROWS, HEAD_DIM], gl.float32, grad_layout)
     # The sum of dQ has, for each tile of queries, the half tile of the first warpgroup, and behind it the second's.
@@ -126,7 +126,7 @@ def _item_gradients(shared, pieces, numbers, item, CONSUMER: gl.constexpr, CONFI
     scores = warpgroup_mma(
         key_tiles.index(2 * keys_slot + CONSUMER),
         query_ring.index(first_slot).permute([1, 0]),
-        tiles.scores_start(logsumexps, scale_log2, next_query, query_of_key, shape, CONFIG),
+        tiles.scores_start(logsumexps, scale_log2, next_query, query_at_key, shape, CONFIG),
         is_async=True,
     )
     mbarrier.wait(barriers.value_ready.index(0), round & 1)
@@ -192,7 +192,7 @@ def _item_gradients(shared, pieces, numbers, item, CONSUMER: gl.constexpr, CONFI
         scores = warpgroup_mma(
             key_tiles.index(first_keys + CONSUMER),
             query_ring.index(next_slot).permute([1, 0]),
-            tiles.scores_start(logsumexps, scale_log2, next_query, query_of_key, shape, CONFIG),
+            tiles.scores_start(logsumexps, scale_log2, next_query, query_at_key, shape, CONFIG),
             is_async=True,
         )
         grad_key_sum, scores = warpgroup_mma_wait(0, [grad_key_sum, scores])

@@ -96,7 +96,7 @@ def _keys_gradients(shared, pieces, numbers, item, CONSUMER: gl.constexpr, CONFI
 
     first_key, key_sequence, first_tile, first, end = item
     first_key += CONSUMER * ROWS
-    query_of_key = tiles.query_of_key(first_key, shape, CONFIG)
+    query_at_key = tiles.query_at_key(first_key, shape, CONFIG)
     grad_key_sum = gl.zeros([ROWS, HEAD_DIM], gl.float32, grad_layout)
     grad_value_sum = gl.zeros([ROWS, HEAD_DIM], gl.float32, grad_layout)
     keys_slot = round % 2
@@ -110,7 +110,7 @@ def _keys_gradients(shared, pieces, numbers, item, CONSUMER: gl.constexpr, CONFI
     query = tiles.tile_of(first, first_tile, shape, CONFIG) * ROWS
     query_ready = barriers.query_ready
     scores = tiles.issue_scores(
-        query, first_use, first < end, key_operand, query_ring, query_ready, query_of_key, shape, CONFIG
+        query, first_use, first < end, key_operand, query_ring, query_ready, query_at_key, shape, CONFIG
     )
     scores = warpgroup_mma_wait(0, [scores])
     for visit in range(first, end):
@@ -141,7 +141,7 @@ def _keys_gradients(shared, pieces, numbers, item, CONSUMER: gl.constexpr, CONFI
         query = tiles.tile_of(visit + 1, first_tile, shape, CONFIG) * ROWS
         has_next = visit + 1 < end
         scores = tiles.issue_scores(
-            query, use + 1, has_next, key_operand, query_ring, query_ready, query_of_key, shape, CONFIG
+            query, use + 1, has_next, key_operand, query_ring, query_ready, query_at_key, shape, CONFIG
         )
         grad_value_sum, grad_key_sum, scores = warpgroup_mma_wait(0, [grad_value_sum, grad_key_sum, scores])
         mbarrier.arrive(barriers.tile_free.index(slot), count=1)

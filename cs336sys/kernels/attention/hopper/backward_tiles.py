@@ -61,7 +61,7 @@ _piece_visits = gluon.jit(schedule_arithmetic.piece_visits)
 
 
 @gluon.jit
-def query_of_key(key, shape, CONFIG: gl.constexpr):
+def query_at_key(key, shape, CONFIG: gl.constexpr):
     """Return which query is at the position of a key, below 0 for keys in front of the first."""
     if CONFIG.shifted:
         key -= shape.diagonal
@@ -75,7 +75,7 @@ def read_item(schedule, work, shape, KEY_ROWS: gl.constexpr, CONFIG: gl.constexp
     entry = schedule + gl.load(schedule + work * 2 + 1) * 2
     first_key = gl.load(entry) * KEY_ROWS
     first_tile, end = _query_tiles(
-        max(query_of_key(first_key, shape, CONFIG), 0),
+        max(query_at_key(first_key, shape, CONFIG), 0),
         shape.num_queries,
         ROWS,
         CONFIG.mask >= CAUSAL,
@@ -302,7 +302,7 @@ def end_turn(turns, visit, is_visit, first_tile, shape, CONFIG: gl.constexpr):
 
 @gluon.jit
 def _end_of_keys(shape, CONFIG: gl.constexpr):
-    """Return where keys end that are numbered by :func:`query_of_key`."""
+    """Return where keys end that are numbered by :func:`query_at_key`."""
     return shape.num_queries if CONFIG.shifted else shape.num_keys
 
 
@@ -322,7 +322,7 @@ def needs_mask(first_query, first_key, shape, CONFIG: gl.constexpr):
 def masked_start(start, first_query, first_key, shape, CONFIG: gl.constexpr):
     """Return ``start`` of the sums of S^T (keys, queries), and -inf where a query does not see a key.
 
-    Keys have the numbers of queries, as :func:`query_of_key`: comparing with these takes a register less.
+    Keys have the numbers of queries, as :func:`query_at_key`: comparing with these takes a register less.
     The mask is what the sums start from: registers are scarcer once they are complete.
     """
     layout: gl.constexpr = start.type.layout

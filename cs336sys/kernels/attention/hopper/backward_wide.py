@@ -84,7 +84,7 @@ def _consumer(shared, pieces, scale, scale_log2, CONSUMER: gl.constexpr, CONFIG:
     half_zeros = gl.zeros([ROWS, HALF], gl.float32, grad_layout)
 
     first_key, key_sequence, first_tile, first, end = tiles.read_item(schedule, gl.program_id(0), shape, ROWS, CONFIG)
-    query_of_key = tiles.query_of_key(first_key, shape, CONFIG)
+    query_at_key = tiles.query_at_key(first_key, shape, CONFIG)
     grad_key_sum = gl.zeros([ROWS, HALF], gl.float32, grad_layout)
     grad_value_sum = gl.zeros([ROWS, HALF], gl.float32, grad_layout)
     # The sum of dQ has, for each tile of queries, the half tile of the first warpgroup, and behind it the second's.
@@ -103,7 +103,7 @@ def _consumer(shared, pieces, scale, scale_log2, CONSUMER: gl.constexpr, CONFIG:
         mbarrier.wait(query_ready.index(slot), (use // STAGES) & 1)
         logsumexps = logsumexp_ring.index(slot).reshape([ROWS]).slice(FIRST_ROW, HALF_ROWS, 0).load(query_layout)
         first_query = tiles.tile_of(visit, first_tile, shape, CONFIG) * ROWS + FIRST_ROW
-        scores = tiles.scores_start(logsumexps, scale_log2, first_query, query_of_key, shape, CONFIG)
+        scores = tiles.scores_start(logsumexps, scale_log2, first_query, query_at_key, shape, CONFIG)
         deltas = delta_ring.index(slot).reshape([ROWS]).slice(FIRST_ROW, HALF_ROWS, 0).load(query_layout)
         grad_weights = tiles.grad_weights_start(deltas)
         query_rows = query_ring.index(slot).slice(FIRST_ROW, HALF_ROWS, 0)

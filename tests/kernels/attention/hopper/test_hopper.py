@@ -87,12 +87,8 @@ def test_a_backward_visits_every_tile_once_and_sums_every_piece_to_where_it_belo
     ]
     operands = [Operand(tensor) for tensor in tensors]
     grads = operands[4:]
-    options = {
-        "group_size": group_size,
-        "num_multiprocessors": num_multiprocessors,
-        "window": window,
-        "diagonal": diagonal,
-    }
+    options = {"group_size": group_size, "num_multiprocessors": num_multiprocessors}
+    options |= {"window": window, "diagonal": diagonal}
     described = problem_on_h200(batch * num_heads, num_queries, head_dim, num_keys, is_causal, **options)
     plan = HopperBackwardPlan(described, operands[:4], operands[0], grads, CPU, False)
     backward, tensors_of_pass = plan.steps[1]
@@ -100,6 +96,10 @@ def test_a_backward_visits_every_tile_once_and_sums_every_piece_to_where_it_belo
     of_plan = dict(enumerate([*plan.tensor_names, *plan.additions]))
     key_rows, tiles_of_head = 64 if head_dim == 256 else 128, -(-num_queries // 64)
     window_tiles = tiles_of_window(window, 64, key_rows) if window else 0
+    tiles_of_key_tile = [
+        query_tiles(max(0, first_key - diagonal), num_queries, 64, is_causal, window_tiles)
+        for first_key in range(0, num_keys, key_rows)
+    ]
     assert backward.arguments[:3] == (key_heads, num_queries, num_keys)
     assert backward.arguments[6:10] == (group_size, window or 0, window_tiles, diagonal)
     config = backward.arguments[10]
@@ -112,7 +112,7 @@ def test_a_backward_visits_every_tile_once_and_sums_every_piece_to_where_it_belo
     for pieces_of_item, at in table[first_work : first_work + num_works]:
         item = tuple(table[at])
         number, count = divmod(pieces_of_item, 256)
-        tiles = query_tiles(max(0, item[0] * key_rows - diagonal), num_queries, 64, is_causal, window_tiles)
+        tiles = tiles_of_key_tile[item[0]]
         for visit in range(*piece_visits(*visits(*tiles, group_size), number % count, count)):
             member, tile = member_of_visit(visit, *tiles), tile_of_visit(visit, *tiles)
             assert tile_among_heads(visit, *tiles, tiles_of_head) == member * tiles_of_head + tile
@@ -121,14 +121,12 @@ def test_a_backward_visits_every_tile_once_and_sums_every_piece_to_where_it_belo
             whole.append(item)
         else:
             items_of_pieces[number] = item
-    items = set(itertools.product(range(-(-num_keys // key_rows)), range(batch * key_heads)))
+    items = set(itertools.product(range(len(tiles_of_key_tile)), range(batch * key_heads)))
     assert seen == collections.Counter(
         (key_tile, head, tile)
-        for key_tile in range(-(-num_keys // key_rows))
+        for key_tile, tiles in enumerate(tiles_of_key_tile)
         for head in range(batch * num_heads)
-        for tile in range(
-            *query_tiles(max(0, key_tile * key_rows - diagonal), num_queries, 64, is_causal, window_tiles)
-        )
+        for tile in range(*tiles)
     )
     assert (len(whole) > 0, len(items_of_pieces) > 0) == {"none": (1, 0), "some": (1, 1), "all": (0, 1)}[cut]
     num_tiles = key_rows // 64

@@ -23,8 +23,8 @@ CAUSAL = pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causa
 MASKS = pytest.mark.parametrize(("is_causal", "window"), [(False, 0), (True, 0), (True, 1), (True, 130), (True, 384)])
 
 
-def sees(query, key, num_queries, num_keys, is_causal, window=0):
-    hidden = (is_causal and key > query) or (window and key <= query - window)
+def sees(query, key, num_queries, num_keys, is_causal, window=0, diagonal=0):
+    hidden = (is_causal and key > query + diagonal) or (window and key <= query - window)
     return query < num_queries and key < num_keys and not hidden
 
 
@@ -43,10 +43,10 @@ def seeing_query_tiles(first_key, num_queries, is_causal, window=0, key_rows=128
     return query_tiles(max(0, first_key - diagonal), num_queries, 64, is_causal, window_tiles)
 
 
-def lengths_and_diagonals(is_causal, window):
-    """(queries, keys, diagonal): a window ends where the queries do only in the forward kernel."""
+def lengths_and_diagonals(is_shifted):
+    """(queries, keys, diagonal)."""
     for num_queries, num_keys in itertools.product(LENGTHS, LENGTHS):
-        for diagonal in {0, max(0, num_keys - num_queries)} if is_causal and not window else {0}:
+        for diagonal in {0, max(0, num_keys - num_queries)} if is_shifted else {0}:
             yield num_queries, num_keys, diagonal
 
 
@@ -101,9 +101,8 @@ def test_groups_finish_one_after_the_other_and_the_longest_tile_comes_first():
 @MASKS
 @pytest.mark.parametrize(("consumers", "key_rows"), [(2, 128), (3, 128), (3, 64), (2, 64)])
 def test_consumers_visit_every_visible_tile_and_mask_where_they_must(consumers, key_rows, is_causal, window):
-    for num_queries, num_keys, at_end in itertools.product(LENGTHS, LENGTHS, (False, True)):
-        diagonal = max(0, num_keys - num_queries) if at_end and is_causal else 0
-        num_queries += diagonal
+    for num_queries, num_keys, diagonal in lengths_and_diagonals(is_causal):
+        num_queries += diagonal  # Positions, as the kernel has them.
         of_problem = num_queries, num_keys, key_rows, is_causal, window
         for item_query in range(diagonal, num_queries, 64 * consumers):
             item_first, _, _, item_end = seen_key_tiles(item_query, 64 * consumers, *of_problem)
@@ -138,7 +137,7 @@ def test_consumers_visit_every_visible_tile_and_mask_where_they_must(consumers, 
 @MASKS
 @pytest.mark.parametrize("key_rows", [64, 128])
 def test_queries_that_see_a_block_of_keys(key_rows, is_causal, window):
-    for num_queries, num_keys, diagonal in lengths_and_diagonals(is_causal, window):
+    for num_queries, num_keys, diagonal in lengths_and_diagonals(is_causal and not window):
         for first_key in range(0, num_keys, key_rows):
             first, end = seeing_query_tiles(first_key, num_queries, is_causal, window, key_rows, diagonal)
             visited = {query for tile in range(first, end) for query in range(64 * tile, 64 * tile + 64)}
@@ -147,16 +146,15 @@ def test_queries_that_see_a_block_of_keys(key_rows, is_causal, window):
                 query
                 for query in range(num_queries)
                 if any(
-                    sees(query, key - diagonal, num_queries, num_keys, is_causal, window)
-                    for key in keys[:: len(keys) - 1 or 1]
+                    sees(query, key, num_queries, num_keys, is_causal, window, diagonal) for key in (keys[0], keys[-1])
                 )
             }
             assert needed <= visited
             assert end <= -(-num_queries // 64)
             # Tiles of 64 queries start at a multiple of 64, so at most the first two cross the diagonal, or three where
             # that does not start so; and as if all keys of the block were there, a query of the last sees one.
-            seeing = range(first + 2 + (diagonal > 0), end)
-            assert all(sees(64 * tile, keys[-1] - diagonal, 10**9, num_keys, is_causal) for tile in seeing)
+            unmasked = range(first + 2 + (diagonal > 0), end)
+            assert all(sees(64 * tile, keys[-1], 10**9, num_keys, is_causal, 0, diagonal) for tile in unmasked)
             if window and end > first:
                 assert sees(64 * end - 64, first_key + key_rows - 1, 10**9, 10**9, False, window)
 
@@ -164,7 +162,7 @@ def test_queries_that_see_a_block_of_keys(key_rows, is_causal, window):
 @MASKS
 @pytest.mark.parametrize("key_rows", [64, 128])
 def test_turns_count_the_programs_of_later_keys_that_add_to_the_same_queries(key_rows, is_causal, window):
-    for num_queries, num_keys, diagonal in lengths_and_diagonals(is_causal, window):
+    for num_queries, num_keys, diagonal in lengths_and_diagonals(is_causal and not window):
         added = collections.Counter()
         for first_key in reversed(range(0, num_keys, key_rows)):
             for tile in range(*seeing_query_tiles(first_key, num_queries, is_causal, window, key_rows, diagonal)):
