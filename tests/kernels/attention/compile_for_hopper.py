@@ -34,7 +34,7 @@ MAX_SHARED_BYTES = 232448
 
 
 class Configuration(NamedTuple):
-    """A call of attention: (batch, heads, length, head dimension) of the query and the options."""
+    """A call of attention: (batch, heads, length, head dimension) and the options; queries at the end are half of it."""
 
     shape: tuple[int, int, int, int]
     dtype: torch.dtype
@@ -42,6 +42,7 @@ class Configuration(NamedTuple):
     key_heads: int | None = None
     window: int | None = None
     deterministic: bool = False
+    aligned_at_end: bool = False
     kernels: str = "triton"
     float32_precision: str = "tf32x3"
 
@@ -91,7 +92,12 @@ def hopper_configurations(head_dims_by_kind: dict[str, Sequence[int]]) -> dict[s
         is_full, is_grouped = "full" in kind, "grouped" in kind
         length = 2048 if is_grouped and "uncut" not in kind else 16384
         dtype = torch.float16 if is_full and not is_grouped else torch.bfloat16
-        options = 4 if is_grouped else None, 1024 if "window" in kind else None, "deterministic" in kind
+        options = (
+            4 if is_grouped else None,
+            1024 if "window" in kind else None,
+            "deterministic" in kind,
+            "at the end" in kind,
+        )
         for head_dim in head_dims:
             name = f"hopper, head dim {head_dim} {kind}".rstrip()
             configurations[name] = ((1, 16, length, head_dim), dtype, not is_full, *options)
@@ -113,6 +119,9 @@ MORE_HOPPER_CONFIGURATIONS = hopper_configurations(
         "grouped uncut": [64, 128, 256],
         "grouped deterministic": [64, 128, 256],
         "grouped full deterministic": [128],
+        "at the end": [32, 64, 128, 256],
+        "grouped at the end": [128],
+        "at the end deterministic": [128],
     }
 ) | {"hopper, head dim 128 full uncut": ((8, 16, 2048, 128), torch.float16, False)}
 
@@ -274,12 +283,13 @@ def compile_steps(plan: Plan, names: list[str | None], report: dict, *tensors: t
 
 def plans_with_tensors(configuration: Configuration) -> Iterator[tuple[Plan, tuple[torch.Tensor, ...]]]:
     """The forward and the backward plan of a call, each with its tensors, which are neither read nor written."""
-    shape, dtype, is_causal, key_heads, window, deterministic, kernels, float32_precision = configuration
+    shape, dtype, is_causal, key_heads, window, deterministic, at_end, kernels, float32_precision = configuration
+    of_queries = (*shape[:2], shape[2] // 2 if at_end else shape[2], shape[3])
     # One element that all strides but the last lead to would be addressed as no tensor is.
-    query, out, grad_out, grad_query = (torch.empty(shape, dtype=dtype) for _ in range(4))
+    query, out, grad_out, grad_query = (torch.empty(of_queries, dtype=dtype) for _ in range(4))
     key, value, *grads = (torch.empty(shape[0], key_heads or shape[1], *shape[2:], dtype=dtype) for _ in range(4))
-    options = AttentionOptions(is_causal, float32_precision, deterministic, kernels, window)
-    tensors, grads = (query, key, value, out, torch.empty(shape[:-1])), (grad_query, *grads)
+    options = AttentionOptions(is_causal, float32_precision, deterministic, kernels, window, aligned_at_end=at_end)
+    tensors, grads = (query, key, value, out, torch.empty(of_queries[:-1])), (grad_query, *grads)
     yield choice.forward_plan(tensors[:4], options), tensors
     yield choice.backward_plan((*tensors[:4], grad_out), grads, options), (*tensors, grad_out, *grads)
 
