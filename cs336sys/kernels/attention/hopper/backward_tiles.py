@@ -74,12 +74,11 @@ def read_item(schedule, work, shape, KEY_ROWS: gl.constexpr, CONFIG: gl.constexp
     # A row is two numbers: pieces of the item + 256 * number of the piece among all, and the row of the item.
     entry = schedule + gl.load(schedule + work * 2 + 1) * 2
     first_key = gl.load(entry) * KEY_ROWS
+    first_query = query_at_key(first_key, shape, CONFIG)
+    if CONFIG.shifted:
+        first_query = max(first_query, 0)
     first_tile, end = _query_tiles(
-        max(query_at_key(first_key, shape, CONFIG), 0),
-        shape.num_queries,
-        ROWS,
-        CONFIG.mask >= CAUSAL,
-        shape.window_tiles if CONFIG.mask == WINDOW else 0,
+        first_query, shape.num_queries, ROWS, CONFIG.mask >= CAUSAL, shape.window_tiles if CONFIG.mask == WINDOW else 0
     )
     first = first_tile
     if CONFIG.grouped:
