@@ -34,7 +34,7 @@ MAX_SHARED_BYTES = 232448
 
 
 class Configuration(NamedTuple):
-    """A call of attention: (batch, heads, length, head dimension) and the options; queries at the end are half of it."""
+    """A call of attention: (batch, heads, length, head dimension) and the options; half as many queries at the end."""
 
     shape: tuple[int, int, int, int]
     dtype: torch.dtype
