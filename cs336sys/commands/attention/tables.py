@@ -233,7 +233,10 @@ def plot_flash(cells: Sequence[Cell], path: Path) -> None:
 def _shape_label(cell: Cell) -> str:
     shape = cell.configuration
     mask = "causal" if shape["causal"] else "full"
-    return f"{shape['batch_size']} x {shape['heads']} x S x {shape['head_dim']}, {shape['dtype']}, {mask}"
+    label = f"{shape['batch_size']} x {shape['heads']} x S x {shape['head_dim']}, {shape['dtype']}, {mask}"
+    given = {"queries": "queries", "kv_heads": "KV heads", "window": "window"}
+    more = ", ".join(f"{name} {shape[field]}" for field, name in given.items() if shape.get(field) is not None)
+    return f"{label}\n{more}" if more else label
 
 
 def plot_attn(cells: Sequence[Cell], path: Path) -> None:
