@@ -7,7 +7,7 @@ import pytest
 from run_commands import invoke, tables
 
 from cs336sys.accounting.activations import attention_memory
-from cs336sys.commands.attention.tables import pool_flash_rounds
+from cs336sys.commands.attention.tables import _shape_label, pool_flash_rounds
 from cs336sys.results.model import read_results
 from cs336sys.run.cells import Worker
 
@@ -59,20 +59,20 @@ def test_rounds_interrupted_in_the_second_one_go_on_there(tmp_path, monkeypatch)
     assert measured == list(product((32, 64), (1, 2), ("tiled", "eager")))
     assert "causal True, rounds 2" in table["title"]
     assert drawn == pool_flash_rounds(read_results(path).cells)
-    assert [row["forward_ms"] for row in table["rows"]] == [
-        pytest.approx(cell.samples["forward"].median) for cell in drawn
-    ]
+    medians = [pytest.approx(cell.samples["forward"].median) for cell in drawn]
+    assert [row["forward_ms"] for row in table["rows"]] == medians
 
 
-def test_heads_of_keys_and_windows_are_swept_and_shown():
+def test_heads_of_keys_and_windows_are_swept_and_shown(tmp_path):
     arguments = "--implementation eager,sdpa-flash --kv-heads 1,2 --window 5 --repetition-ms 1"
-    table = tables(invoke(FLASH, arguments, "--baseline eager --format json"))["flash"]
+    table = tables(invoke(FLASH, arguments, "--baseline eager --format json --save", tmp_path / "f.jsonl"))["flash"]
     rows = [(row["kv_heads"], row["implementation"], row["status"]) for row in table["rows"]]
     assert rows == [(heads, *row) for heads in (1, 2) for row in (("eager", "ok"), ("sdpa-flash", "unsupported"))]
     assert "causal True, window 5" in table["title"]
-    row = table["rows"][0]
+    labels = {_shape_label(cell) for cell in read_results(tmp_path / "f.jsonl").cells}  # Of what is drawn in one line.
+    assert labels == {f"1 x 2 x S x 16, fp32, causal\nKV heads {heads}, window 5" for heads in (1, 2)}
     # 2 heads of 32 queries that see 5 keys, the first of them fewer.
-    flops = 4 * 2 * 16 * (32**2 - 27**2) // 2
+    flops, row = 4 * 2 * 16 * (32**2 - 27**2) // 2, table["rows"][0]
     assert row["forward_tflops"] == pytest.approx(flops / row["forward_ms"] / 1e9)
 
 

@@ -11,6 +11,7 @@ from triton.errors import TritonError
 from cs336sys.commands.attention.measure import TOLERANCES, attention_errors, mask_options, measure_flash, random_inputs
 from cs336sys.errors import CapabilityError
 from cs336sys.kernels.attention import flash_attention, operators
+from cs336sys.kernels.attention.choice import share_rows
 from cs336sys.kernels.attention.problem import AttentionOptions, Operand, make_problem
 from cs336sys.kernels.attention.triton import kept_settings
 from cs336sys.kernels.attention.triton.settings import candidates
@@ -52,7 +53,8 @@ def keep_settings(workload: AttentionWorkload, device: torch.device, progress: P
     options = AttentionOptions(workload.causal, window=workload.window, aligned_at_end=workload.is_aligned_at_end)
     attention = partial(flash_attention, **mask_options(workload), implementation="triton")
     inputs = random_inputs(workload, device)
-    problem = make_problem(inputs.query, inputs.key, list(map(Operand, inputs)), options)  # As the kernels get it.
+    (query, _), options = share_rows((inputs.query, inputs.grad_out), inputs.key, options)
+    problem = make_problem(query, inputs.key, list(map(Operand, inputs)), options)  # As the kernels get it.
     in_force = kept_settings.settings_on(inputs.query.device)  # The kernels read this dictionary.
 
     def use(key: str, settings: str | None) -> None:

@@ -427,7 +427,9 @@ class UsersAttention(own_kernels.UsersProblem):
         # All heads where they are few, else one group: the heads that share a head of keys. Either way as many share.
         heads = workload.heads if workload.heads <= 4 else self._heads_per_key_head
         kv_heads = None if workload.kv_heads is None else max(1, heads * workload.key_heads // workload.heads)
-        lengths: dict[str, Any] = {"context": context, "queries": workload.queries, "window": workload.window}
+        # As many queries as keys also here: else they would stand at the end, which the user's function is not told.
+        queries = None if workload.num_queries == workload.context else workload.queries
+        lengths: dict[str, Any] = {"context": context, "queries": queries, "window": workload.window}
         lengths = {name: None if length is None else min(length, context) for name, length in lengths.items()}
         odd = replace(workload, batch_size=2, heads=heads, kv_heads=kv_heads, **lengths)
         # random_inputs() puts tokens before heads for fa4; nobody can prepare for a seed that was drawn just now.
@@ -463,7 +465,10 @@ def _load_attention(workload: AttentionWorkload) -> Attention:
 def _least_attention_ms(workload: AttentionWorkload, device: torch.device, part: str) -> float:
     """Return the least ms that FLOPs and bytes take at the datasheet's peaks; 0 where these are not known."""
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    rows = workload.batch_size * (workload.heads * workload.num_queries + workload.key_heads * workload.context)
+    keys = workload.context
+    if workload.window is not None:  # Those that a query sees.
+        keys = min(keys, workload.num_queries + workload.window - 1)
+    rows = workload.batch_size * (workload.heads * workload.num_queries + workload.key_heads * keys)
     # Query and output, key and value, once each: no part moves less.
     moved_bytes = 2 * rows * workload.head_dim * ELEMENT_BYTES[workload.dtype]
     return least_ms(gpu, workload.dtype, workload.flops[part], moved_bytes)

@@ -96,7 +96,8 @@ def attention_plan(command: str, configurations: Sequence[Mapping[str, Any]], ca
     """Build the table of ``--dry-run``: the cells, those of plain attention with the memory that they will need."""
     cells = [Cell(command, dict(configuration), status="ok") for configuration in configurations]  # For titles.
     predicted = [cell for cell in cells if cell.configuration["implementation"] in PLAIN_ATTENTION]
-    predicted = [cell for cell in predicted if cell.configuration["queries"] is None]  # The formulas are of a square.
+    # The formulas are of a square.
+    predicted = [cell for cell in predicted if cell.configuration["queries"] in (None, cell.configuration["context"])]
     rows = [cell.configuration | (_predicted_memory(cell) if cell in predicted else {}) for cell in cells]
     too_large = sum(row.get("predicted_peak_gib", 0) > capacity.memory_gib for row in rows) if capacity else 0
     notes = sentences(__name__, "plan", capacity=capacity, too_large=too_large, cells=len(rows))
@@ -232,7 +233,10 @@ def plot_flash(cells: Sequence[Cell], path: Path) -> None:
 def _shape_label(cell: Cell) -> str:
     shape = cell.configuration
     mask = "causal" if shape["causal"] else "full"
-    return f"{shape['batch_size']} x {shape['heads']} x S x {shape['head_dim']}, {shape['dtype']}, {mask}"
+    label = f"{shape['batch_size']} x {shape['heads']} x S x {shape['head_dim']}, {shape['dtype']}, {mask}"
+    given = {"queries": "queries", "kv_heads": "KV heads", "window": "window"}
+    more = ", ".join(f"{name} {shape[field]}" for field, name in given.items() if shape.get(field) is not None)
+    return f"{label}\n{more}" if more else label
 
 
 def plot_attn(cells: Sequence[Cell], path: Path) -> None:

@@ -90,7 +90,7 @@ def _takes_hopper(
     return settings.why_unavailable(query) is None and is_faster(problem)
 
 
-def _share_rows(
+def share_rows(
     of_queries: Sequence[Tensor], key: Tensor, options: AttentionOptions
 ) -> tuple[Sequence[Tensor], AttentionOptions]:
     """Return tensors of queries with the heads that share a head of keys as rows of one, where a tile holds them all.
@@ -111,7 +111,7 @@ def _share_rows(
 def forward_plan(tensors: Sequence[Tensor], options: AttentionOptions) -> Plan:
     """Plan the forward pass of these tensors: query, key, value and output."""
     query, key, value, out = tensors
-    (query, out), options = _share_rows((query, out), key, options)
+    (query, out), options = share_rows((query, out), key, options)
     operands = [Operand(tensor) for tensor in (query, key, value, out)]
     problem = make_problem(query, key, operands, options)
     if problem.diagonal >= 0 and _takes_hopper(options.kernels, query, problem, settings.hopper_forward_is_faster):
@@ -131,7 +131,7 @@ def backward_plan(tensors: Sequence[Tensor], grads: Sequence[Tensor], options: A
     """
     query, key, value, out_or_delta, grad_out = tensors
     of_queries = query, grad_out, grads[0], *([out_or_delta] if out_or_delta.dim() == query.dim() else [])
-    (query, grad_out, grad_query, *outs), options = _share_rows(of_queries, key, options)
+    (query, grad_out, grad_query, *outs), options = share_rows(of_queries, key, options)
     operands = [Operand(tensor) for tensor in (query, key, value, grad_out)]
     out = Operand(outs[0]) if outs else None
     results = [Operand(grad) for grad in (grad_query, *grads[1:])]

@@ -76,11 +76,11 @@ def test_winners_of_both_passes_are_kept_in_a_file_that_later_processes_read(kep
         return Samples("ms", "clock of the test", (1.0 - 0.2 * len(in_force),))
 
     monkeypatch.setattr(keeping, "time_calls", time_calls)
-    workload = AttentionWorkload("triton", 1, 1, 32, 16, "fp32", device=DEVICE.type, repetition_ms=1, warmup_ms=0)
-    configuration = workload.configuration() | {"keep_settings": True}
-    forward, backward = measure_and_keep(configuration, print).derived["notes"]
+    workload = AttentionWorkload("triton", 1, 2, 32, 16, "fp32", True, DEVICE.type, 0, 0, 1, kv_heads=1, queries=1)
+    forward, backward = measure_and_keep(workload.configuration() | {"keep_settings": True}, print).derived["notes"]
     kept = json.loads(kept_file.read_text())["settings"]
     assert [key.partition(" ")[0] for key in kept] == ["forward", "backward"]
+    assert all("is_causal=False num_sequences=1 num_queries=2 " in key for key in kept)  # As rows of one tile.
     for sentence, (key, text), median in zip((forward, backward), kept.items(), ("0.8", "0.6"), strict=True):
         assert sentence.startswith(f"{key}: {text} kept in place of the built-in ")
         assert f"{text} {median} ms" in sentence
