@@ -388,8 +388,10 @@ MAX_CANDIDATES = 6
 def problem_class(problem: AttentionProblem) -> AttentionProblem:
     """Return the largest of the problems that share a measurement: their sizes round up to the same powers of two."""
     names = "num_sequences", "num_queries", "num_keys", "window"
-    sizes = {name: size for name in names if (size := getattr(problem, name))}
-    return replace(problem, **{name: 1 << (size - 1).bit_length() for name, size in sizes.items()})
+    sizes = {name: 1 << (size - 1).bit_length() for name in names if (size := getattr(problem, name))}
+    if problem.diagonal > 0:  # Of queries at the end of the keys: it grows with each decoded token.
+        sizes["diagonal"] = max(1, sizes["num_keys"] - sizes["num_queries"])
+    return replace(problem, **sizes)
 
 
 def candidates(settings_of: Callable[[AttentionProblem], Any], problem: AttentionProblem) -> dict[str, Any]:

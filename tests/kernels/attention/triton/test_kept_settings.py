@@ -69,6 +69,8 @@ def test_every_property_of_a_problem_that_decides_settings_is_in_its_class():
     keys = {kept_settings.key_of("forward", problem(**{name: value})) for name, value in changes.items()}
     assert len(keys | {kept_settings.key_of("forward", problem())}) == len(changes) + 1
     assert kept_settings.key_of("forward", problem(scale=3.0)) == kept_settings.key_of("forward", problem())
+    decoding = [problem(num_queries=1, num_keys=keys, diagonal=keys - 1) for keys in (5000, 8192)]
+    assert len({kept_settings.key_of("forward", step) for step in decoding}) == 1
 
 
 def test_backward_uses_what_was_kept_unless_it_must_be_deterministic(monkeypatch):
