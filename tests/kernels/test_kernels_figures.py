@@ -20,7 +20,7 @@ from cs336sys.kernels.attention import IMPLEMENTATIONS, flash_attention, flash_a
 from cs336sys.kernels.attention.hopper import schedule
 from cs336sys.kernels.attention.hopper.plans import HopperBackwardPlan
 from cs336sys.kernels.attention.hopper.settings import hopper_backward_is_faster, hopper_forward_is_faster
-from cs336sys.kernels.attention.operators import FlashAttentionTriton, _option_number
+from cs336sys.kernels.attention.operators import FlashAttentionTriton, _option_number, forward_flops
 from cs336sys.kernels.attention.problem import Operand, check_attention_inputs
 from cs336sys.kernels.attention.reference import FlashAttentionTorch, plain_attention, reference_attention
 from cs336sys.kernels.attention.triton.settings import backward_settings, forward_settings

@@ -19,7 +19,6 @@ from attention_checks import (
     assert_matches_float64,
 )
 from torch.autograd import forward_ad
-from torch.utils.flop_counter import FlopCounterMode
 
 from cs336sys.kernels.attention import FlashAttentionTorch, choice, flash_attention, flash_attention_backward, reference
 from cs336sys.kernels.attention.hopper.settings import HEAD_DIMS
@@ -364,20 +363,3 @@ def test_tiles_outside_of_the_window_are_skipped(deterministic, special):
     assert out[..., 2 * unit :, :].isfinite().all()
     grads = torch.autograd.grad(out[..., 2 * unit :, :].sum(), inputs)
     assert all(grad[..., 3 * unit :, :].isfinite().all() for grad in grads)
-
-
-def count_flops(num_queries, num_keys, *options):
-    """FLOPs under a causal mask for each pair of a query and a key, of two sequences of four heads of dimension 16."""
-    shapes = (4, num_queries), (2, num_keys), (2, num_keys)
-    inputs = [torch.empty(2, *shape, 16, device="meta") for shape in shapes]
-    with FlopCounterMode(display=False) as counter:
-        torch.ops.cs336sys.flash_attention_forward(*inputs, True, "tf32x3", False, "triton", *options)
-    return counter.get_total_flops() / (4 * 16 * 2 * 4)
-
-
-def test_flops_of_masks():
-    """Half of the visible pairs of a square, of which the half of the diagonal is not counted."""
-    assert [count_flops(40, 40, window) for window in (None, 7, 1000)] == [40**2 / 2, (40**2 - 33**2) / 2, 40**2 / 2]
-    aligned_at_end = None, None, True
-    assert count_flops(10, 40, *aligned_at_end) == (40**2 - 30**2) / 2
-    assert count_flops(40, 10, *aligned_at_end) == 10**2 / 2

@@ -65,15 +65,6 @@ def test_table_gives_every_item_to_one_program(num_programs, num_tiles, num_sequ
     assert len(table) == num_programs + len(seen)
 
 
-@pytest.mark.parametrize(("num_tiles", "num_sequences", "per_group"), [(128, 16, 4), (86, 16, 16), (16, 128, 32)])
-def test_sharing_out_balances_a_causal_mask(num_tiles, num_sequences, per_group):
-    """16 heads of 16384 queries and 128 of 2048, on 132 programs: nobody has 3 % more key tiles than the average."""
-    costs = [1 + tile for tile in range(num_tiles)]
-    shares = share_out(ordered_items(num_tiles, num_sequences, per_group, True), costs, 132)
-    loads = [sum(costs[tile] for tile, _ in share) for share in shares]
-    assert max(loads) < 1.03 * sum(loads) / len(loads)
-
-
 @pytest.mark.parametrize(("num_tiles", "num_sequences", "per_group"), [(128, 16, 2), (16, 128, 19), (16, 16, 16)])
 def test_the_gpu_is_full_until_the_end_although_the_shortest_begin_first(num_tiles, num_sequences, per_group):
     """Backward, in turn: 16 heads of 16384, 128 of 2048 and 16 of 2048 queries, 132 programs at a time."""
@@ -88,14 +79,6 @@ def test_the_gpu_is_full_until_the_end_although_the_shortest_begin_first(num_til
     assert sorted(turned) == sorted(items)
     assert turned[:-99] == items[:-99]
     assert longest(turned) - 1 < 0.35 * (longest(items) - 1)
-
-
-def test_groups_finish_one_after_the_other_and_the_longest_tile_comes_first():
-    order = list(ordered_items(3, 5, 2, True))
-    first_group = [(2, 0), (2, 1), (1, 0), (1, 1), (0, 0), (0, 1)]
-    assert order[:6] == first_group
-    assert order[12:] == [(2, 4), (1, 4), (0, 4)]
-    assert list(ordered_items(3, 2, 2, False)) == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)]
 
 
 @MASKS
