@@ -76,13 +76,12 @@ class _Child:
                 return None
             message = self.connection.recv_bytes()
         except (EOFError, OSError):  # It may have died in the middle of a message.
-            kills_before = self.kills_before
             cause = "closed its connection"
             if self.guarded.has_ended(_EXIT_S):
-                cause = cause_of_death(self.guarded.process.returncode, kills_before)
+                cause = cause_of_death(self.guarded.process.returncode, self.kills_before)
             # The kernel kills with SIGKILL where memory has run out, and counts it.
             is_killed = self.guarded.process.returncode == -signal.SIGKILL
-            ran_out = is_killed and kills_before is not None and (out_of_memory_kills() or 0) > kills_before
+            ran_out = is_killed and self.kills_before is not None and (out_of_memory_kills() or 0) > self.kills_before
             return Outcome("oom" if ran_out else "error", reason=f"the measuring process {cause}")
         try:
             return pickle.loads(message)

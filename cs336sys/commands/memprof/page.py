@@ -10,9 +10,9 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cs336sys.commands.memprof.tables import CERTAINTIES, Verdict, memory_tables, say_memory
+from cs336sys.commands.memprof.tables import CERTAINTIES, Verdict, memory_tables, say_memory, workload_of
 from cs336sys.results.model import Cell, Run
-from cs336sys.settings.profiling import LARGEST_ALLOCATIONS, MemoryWorkload
+from cs336sys.settings.profiling import LARGEST_ALLOCATIONS
 from cs336sys.tables.numbers import format_number, format_quantity, in_shown_unit
 from cs336sys.tables.outputs import Axes, check_writable, new_axes, write_figure, write_file
 from cs336sys.tables.page import escaped, html_page, html_table
@@ -186,7 +186,7 @@ def check_directory(directory: Path | None, names: Iterable[str]) -> None:
 def write_files(cells: Sequence[Cell], run: Run | None, directory: Path) -> None:
     """Write every measured cell's timeline as ``.png`` and ``.svg`` and its page as ``.html``, or raise OutputError."""
     for cell in measured_cells(cells):
-        stem = directory / MemoryWorkload.from_configuration(cell.configuration).name
+        stem = directory / workload_of(cell).name
         title = timeline_title(cell, run)
         tables = with_rows(*memory_tables([cell], run, LARGEST_ALLOCATIONS))
         write_timeline(stem, cell.derived, title, timeline_page([("", cell.derived)], title, tables))
@@ -200,7 +200,7 @@ def write_timeline(stem: Path, derived: Mapping[str, Any], title: str, page: str
 
 def timeline_title(cell: Cell, run: Run | None) -> str:
     """Title a cell's picture or page: what was run, and on which machine."""
-    workload = MemoryWorkload.from_configuration(cell.configuration)
+    workload = workload_of(cell)
     training, size = workload.training, workload.training.size
     parts = [f"{size.name}: batch {size.batch_size} x context {size.context}", training.mode, training.precision]
     parts += [f"{training.attention} attention", f"compile {training.compile}"]
@@ -210,9 +210,7 @@ def timeline_title(cell: Cell, run: Run | None) -> str:
 def _memory_pictures(cells: Sequence[Cell], run: Run | None, options: Presentation) -> Pictures:
     """Return, by workload, a function that draws a measured cell's timeline; ``options`` change nothing in it."""
     return {
-        MemoryWorkload.from_configuration(cell.configuration).name: partial(
-            plot_timeline, cell.derived, timeline_title(cell, run), option="--plot"
-        )
+        workload_of(cell).name: partial(plot_timeline, cell.derived, timeline_title(cell, run), option="--plot")
         for cell in measured_cells(cells)
     }
 

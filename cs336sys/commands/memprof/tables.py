@@ -52,7 +52,7 @@ def strategies_table(cells: Sequence[Cell], identity: Sequence[Column]) -> Table
     rows = []
     notes: dict[str, None] = {}  # Keys of a dictionary: each sentence once, in order.
     for cell in cells if has_several else ():
-        workload = _workload(cell)
+        workload = workload_of(cell)
         row = cell.configuration | {"status": cell.status if cell.samples or cell.status != "ok" else None}
         if cell.samples:
             first = firsts.setdefault(configuration_key(cell.configuration, ignore=("checkpointing",)), cell)
@@ -166,7 +166,7 @@ def _peaks(cells: Sequence[Cell], run: Run | None) -> Table:
 
 def _peak_row(cell: Cell) -> dict:
     """Return a cell's settings and predicted peak and, if it was measured, its peak and those of its phases, in GiB."""
-    workload = _workload(cell)
+    workload = workload_of(cell)
     row = cell.configuration | {"parameters": workload.training.parameters, "status": cell.status}
     if workload.training.is_ours:
         row["predicted_gib"] = workload.peak.total_gib
@@ -192,7 +192,7 @@ def _warnings(cells: Sequence[Cell]) -> list[str]:
         counter_bytes = max(phase["allocated"] for phase in phases)
         if lost or abs(listed_bytes / counter_bytes - 1) > _COUNTER_TOLERANCE:
             facts = {"listed_gib": listed_bytes / GIB, "counter_gib": counter_bytes / GIB}
-            notes.append(say_memory("incomplete record", workload=_workload(cell).name, lost=lost, **facts))
+            notes.append(say_memory("incomplete record", workload=workload_of(cell).name, lost=lost, **facts))
     return notes
 
 
@@ -244,7 +244,7 @@ def _block_table(cells: Sequence[Cell], identity: Sequence[Column]) -> Table:
     )
     rows = []
     for cell in cells:
-        training = _workload(cell).training
+        training = workload_of(cell).training
         size = training.size
         row = dict(cell.configuration)
         if training.is_ours:
@@ -292,7 +292,7 @@ def _saved_tensors(cells: Sequence[Cell], identity: Sequence[Column]) -> Table:
     return Table("saved_tensors", "what a block saves for its backward pass", columns, rows, notes=notes)
 
 
-def _workload(cell: Cell) -> MemoryWorkload:
+def workload_of(cell: Cell) -> MemoryWorkload:
     return MemoryWorkload.from_configuration(cell.configuration)
 
 
@@ -310,7 +310,7 @@ def plan_tables(cells: Sequence[Cell], top: int) -> list[Table]:
 
 def _plan_table(cells: Sequence[Cell]) -> Table:
     """Build the table of the peaks that formulas and traces predict for each cell."""
-    workloads = [_workload(cell) for cell in cells]
+    workloads = [workload_of(cell) for cell in cells]
     trainings = [workload.training for workload in workloads]
     columns = (
         *titles.SIZE_COLUMNS,
