@@ -143,10 +143,8 @@ class AttentionWorkload(Configured):
     def flops(self) -> dict[str, int]:
         """Return FLOPs by part as :func:`attention_flops` counts them."""
         shape = (self.batch_size, self.heads, self.num_queries, self.context, self.head_dim)
-        mask: dict[str, Any] = {"window": self.window, "aligned_at_end": self.is_aligned_at_end}
-        forward, total = (
-            attention_flops(*shape, causal=self.causal, backward=backward, **mask) for backward in (False, True)
-        )
+        mask: dict[str, Any] = {"causal": self.causal, "window": self.window, "aligned_at_end": self.is_aligned_at_end}
+        forward, total = (attention_flops(*shape, backward=backward, **mask) for backward in (False, True))
         return {"forward": forward, "backward": total - forward, "end_to_end": total}
 
     def tflops(self, samples: Mapping[str, Samples]) -> dict[str, float]:

@@ -140,9 +140,7 @@ def implementation(workload: AttentionWorkload, device: torch.device):
         mask: dict[str, Any] = {"is_causal": workload.causal}
         if workload.is_aligned_at_end:
             if name == "sdpa-cudnn":  # It would be given the mask as a matrix of numbers to add.
-                raise CapabilityError(
-                    f"implementation '{name}' has no causal mask aligned at the end: choose sdpa-flash"
-                )
+                raise CapabilityError(f"implementation '{name}' has no causal mask at the end: choose sdpa-flash")
             mask = {"attn_mask": causal_lower_right(workload.num_queries, workload.context)}
         with sdpa_kernel(_SDPA_BACKENDS[name]):
             grouped = workload.key_heads != workload.heads

@@ -102,7 +102,7 @@ class HopperForwardPlan(Plan):
         settings = hopper_forward_settings(problem)
         rows = WARPGROUP_ROWS, settings.key_rows, settings.key_rows, WARPGROUP_ROWS
         item_rows, diagonal = settings.item_rows, problem.diagonal
-        query, *_ = operands
+        lengths = operands[0].num_heads, problem.num_queries, problem.num_keys
         # Of the items of a sequence, in tiles of keys: those that its queries see, and one for all else.
         costs, end_position = [], diagonal + problem.num_queries
         for position in range(diagonal, end_position, item_rows):
@@ -127,10 +127,7 @@ class HopperForwardPlan(Plan):
         launch = Launch(
             forward_kernel,
             num_programs,
-            (
-                *(query.num_heads, problem.num_queries, problem.num_keys, math.log2(math.e) * problem.scale),
-                *(problem.group_size, problem.window or 0, diagonal),
-            ),
+            (*lengths, math.log2(math.e) * problem.scale, problem.group_size, problem.window or 0, diagonal),
             constants=(
                 HopperForwardConfig(
                     head_dim=problem.head_dim,
@@ -235,14 +232,9 @@ class HopperBackwardPlan(BackwardPlan):
     def _num_visits(self) -> list[int]:
         """Return, for each tile of keys, how many visits to tiles of queries an item of it makes."""
         problem = self._problem
+        of_queries = problem.num_queries, BACKWARD_QUERY_ROWS, problem.is_causal, self._window_tiles
         tiles = (
-            schedule.query_tiles(
-                max(0, first_key - problem.diagonal),
-                problem.num_queries,
-                BACKWARD_QUERY_ROWS,
-                problem.is_causal,
-                self._window_tiles,
-            )
+            schedule.query_tiles(max(0, first_key - problem.diagonal), *of_queries)
             for first_key in range(0, problem.num_keys, self._settings.key_rows)
         )
         return [max(0, end - first) * problem.group_size for first, end in tiles]
