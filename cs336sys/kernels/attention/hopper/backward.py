@@ -186,7 +186,7 @@ def _item_gradients(shared, pieces, numbers, item, CONSUMER: gl.constexpr, CONFI
         grad_value_sum, grad_query = warpgroup_mma_wait(1, [grad_value_sum, grad_query])
         if CONFIG.ordered:
             tiles.wait_for_turn(barriers.turn, use)
-        tiles.add_grad_query(sums + tiles.grad_query_offset(visit, first_tile, shape, CONFIG), grad_query)
+        tiles.store_sums(sums + tiles.grad_query_offset(visit, first_tile, shape, CONFIG), grad_query, tiles.ADD)
         # Not before dQ has left: S^T takes its registers.
         next_query = tiles.tile_of(visit + 1, first_tile, shape, CONFIG) * ROWS
         scores = warpgroup_mma(
@@ -200,8 +200,8 @@ def _item_gradients(shared, pieces, numbers, item, CONSUMER: gl.constexpr, CONFI
 
     if tiles.is_piece(schedule, work, CONFIG):
         share = tiles.pieces_of(pieces, schedule, work, NUM_TILES=2, CONFIG=CONFIG) + CONSUMER * ROWS * HEAD_DIM
-        tiles.store_piece(share, grad_key_sum * scale)
-        tiles.store_piece(share + 2 * ROWS * HEAD_DIM, grad_value_sum)  # Behind dK of the item's 128 keys.
+        tiles.store_sums(share, grad_key_sum * scale, tiles.WRITE)
+        tiles.store_sums(share + 2 * ROWS * HEAD_DIM, grad_value_sum, tiles.WRITE)  # Behind dK of the item's 128 keys.
     else:
         # dK takes the place of the keys, dV of two tiles of dS^T, when the other warpgroup has read them, too.
         grad_key_tile = key_tiles.index(2 * keys_slot + CONSUMER)

@@ -148,8 +148,8 @@ def _keys_gradients(shared, pieces, numbers, item, CONSUMER: gl.constexpr, CONFI
 
     if tiles.is_piece(schedule, work, CONFIG):
         share = tiles.pieces_of(pieces, schedule, work, NUM_TILES=2, CONFIG=CONFIG) + CONSUMER * ROWS * HEAD_DIM
-        tiles.store_piece(share, grad_key_sum * scale)
-        tiles.store_piece(share + 2 * ROWS * HEAD_DIM, grad_value_sum)  # Behind dK of the item's 128 keys.
+        tiles.store_sums(share, grad_key_sum * scale, tiles.WRITE)
+        tiles.store_sums(share + 2 * ROWS * HEAD_DIM, grad_value_sum, tiles.WRITE)  # Behind dK of the item's 128 keys.
     else:
         grad_key_tile = buffers.result_tiles.index(2 * CONSUMER)
         grad_value_tile = buffers.result_tiles.index(2 * CONSUMER + 1)

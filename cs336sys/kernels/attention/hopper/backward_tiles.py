@@ -11,7 +11,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma
 
 from cs336sys.kernels.attention.hopper import schedule as schedule_arithmetic
-from cs336sys.kernels.attention.hopper.gluon import CAUSAL, WINDOW, store_wait, tma_load
+from cs336sys.kernels.attention.hopper.gluon import CAUSAL, WINDOW, run_assembly, store_wait, tma_load
 
 # The keys of one warpgroup, which are the rows of its matrix instructions, and the queries of a tile.
 ROWS = gl.constexpr(64)
@@ -267,7 +267,7 @@ def pass_turns(turns, turn, visit, item, shape, KEY_ROWS: gl.constexpr, ENDS_TUR
         diagonal = shape.diagonal if CONFIG.shifted else 0
         before = _turns_before(tile, ROWS, first_key, shape.num_keys, KEY_ROWS, CONFIG.mask, diagonal)
         # Wait until so many programs have added. The fence: what the reducer writes by TMA comes after what was read.
-        gl.inline_asm_elementwise(
+        run_assembly(
             """{
             .reg .pred early;
             again:
@@ -278,9 +278,6 @@ def pass_turns(turns, turn, visit, item, shape, KEY_ROWS: gl.constexpr, ENDS_TUR
             }""",
             "=&r,l,r",
             [counter.to(gl.int64, bitcast=True), before],
-            dtype=gl.int32,
-            is_pure=False,
-            pack=1,
         )
         mbarrier.arrive(turn.index((visit - 1 - first) % TURNS), count=1)
 
@@ -359,53 +356,27 @@ def grad_weights_start(deltas):
     return gl.zeros([ROWS, deltas.shape[0]], gl.float32, layout) - deltas[None, :]
 
 
+# For 16 bytes of a thread: to add them to what lies in memory, or to write them.
+ADD = gl.constexpr("{ red.relaxed.gpu.global.add.v4.f32 [$1], {$2, $3, $4, $5}; mov.u32 $0, 0; }")
+WRITE = gl.constexpr("{ st.global.v4.f32 [$1], {$2, $3, $4, $5}; mov.u32 $0, 0; }")
+
+
 @gluon.jit
-def _in_fours(sums, values):
-    """Return addresses of four float32 numbers for each thread, 16 bytes, and the four: as ``convert.py`` describes."""
+def store_sums(sums, values, HOW: gl.constexpr):
+    """Add or write a warpgroup's tile of 64 rows and N columns to 64 N float32 numbers, as ``convert.py`` describes."""
     COLUMNS: gl.constexpr = values.shape[1]
     fours = values.reshape([4, 2, 8, COLUMNS // 8, 4, 2]).permute([3, 0, 2, 4, 1, 5]).reshape([16 * COLUMNS, 2, 2])
     left, right = gl.split(fours)
     first, third = gl.split(left)
     second, fourth = gl.split(right)
     addresses = sums + 4 * gl.arange(0, 16 * COLUMNS, first.type.layout)
-    return addresses.to(gl.int64, bitcast=True), first, second, third, fourth
-
-
-@gluon.jit
-def add_grad_query(sums, grad_query):
-    """Add a warpgroup's tile of 64 queries and N columns of dQ to 64 N float32 numbers, 16 bytes a thread at a time.
-
-    They lie in memory as ``convert.py`` describes.
-    """
-    addresses, first, second, third, fourth = _in_fours(sums, grad_query)
-    gl.inline_asm_elementwise(
-        "{ red.relaxed.gpu.global.add.v4.f32 [$1], {$2, $3, $4, $5}; mov.u32 $0, 0; }",  # $0: it must have a result.
-        "=r,l,f,f,f,f",
-        [addresses, first, second, third, fourth],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
+    run_assembly(HOW, "=r,l,f,f,f,f", [addresses.to(gl.int64, bitcast=True), first, second, third, fourth])
 
 
 @gluon.jit
 def pieces_of(pieces, schedule, work, NUM_TILES: gl.constexpr, CONFIG: gl.constexpr):
     """Return where a piece leaves first all of dK, then all of dV, of NUM_TILES times 64 keys."""
     return pieces + piece_number(schedule, work).to(gl.int64) * (2 * NUM_TILES * ROWS * CONFIG.head_dim)
-
-
-@gluon.jit
-def store_piece(sums, grad):
-    """Write a piece's share of 64 rows of dK or dV where ``sum_pieces_kernel`` finds it."""
-    addresses, first, second, third, fourth = _in_fours(sums, grad)
-    gl.inline_asm_elementwise(
-        "{ st.global.v4.f32 [$1], {$2, $3, $4, $5}; mov.u32 $0, 0; }",  # $0: inline assembly must have a result.
-        "=r,l,f,f,f,f",
-        [addresses, first, second, third, fourth],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
 
 
 @gluon.jit

@@ -146,15 +146,15 @@ def _consumer(shared, pieces, scale, scale_log2, CONSUMER: gl.constexpr, CONFIG:
         mbarrier.arrive(grad_out_free.index(slot), count=1)
         if CONFIG.ordered:
             tiles.wait_for_turn(turn, use)
-        tiles.add_grad_query(sums + tiles.grad_query_offset(visit, first_tile, shape, CONFIG), grad_query)
+        tiles.store_sums(sums + tiles.grad_query_offset(visit, first_tile, shape, CONFIG), grad_query, tiles.ADD)
         grad_key_sum = warpgroup_mma_wait(0, [grad_key_sum])
         mbarrier.arrive(query_free.index(slot), count=1)
 
     if tiles.is_piece(schedule, gl.program_id(0), CONFIG):
         share = tiles.pieces_of(pieces, schedule, gl.program_id(0), NUM_TILES=1, CONFIG=CONFIG)
         share += CONSUMER * ROWS * HALF
-        tiles.store_piece(share, grad_key_sum * scale)
-        tiles.store_piece(share + ROWS * HEAD_DIM, grad_value_sum)  # Behind dK of the item's 64 keys.
+        tiles.store_sums(share, grad_key_sum * scale, tiles.WRITE)
+        tiles.store_sums(share + ROWS * HEAD_DIM, grad_value_sum, tiles.WRITE)  # Behind dK of the item's 64 keys.
     else:
         # Nobody reads values any more, nor these columns of the keys: both have announced dS^T of the last tile, and dQ
         # is complete. The producer stores the results.

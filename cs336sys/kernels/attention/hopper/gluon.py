@@ -33,6 +33,12 @@ else:
     tma_reduce_add = _reduce_add
 
 
+@builtin
+def run_assembly(text, constraints, operands, _semantic=None):
+    """Run instructions for what they do: ``$0`` is the result that inline assembly must have, and nobody reads."""
+    gl.inline_asm_elementwise(text, constraints, operands, gl.int32, False, 1, _semantic=_semantic)  # is_pure, pack
+
+
 @gluon.jit
 def new_barriers(SLOTS: gl.constexpr, ARRIVALS: gl.constexpr):
     """Return a barrier for each slot, whose phases end after so many arrivals."""
@@ -45,17 +51,13 @@ def new_barriers(SLOTS: gl.constexpr, ARRIVALS: gl.constexpr):
 @gluon.jit
 def named_barrier_arrive(number, threads):
     """Arrive at one of the multiprocessor's 16 barriers, for so many threads in all, and go on."""
-    gl.inline_asm_elementwise(
-        "bar.arrive $1, $2; mov.u32 $0, $1;", "=r,r,r", [number, threads], dtype=gl.int32, is_pure=False, pack=1
-    )
+    run_assembly("bar.arrive $1, $2; mov.u32 $0, $1;", "=r,r,r", [number, threads])
 
 
 @gluon.jit
 def named_barrier_wait(number, threads):
     """Arrive, and wait until all the threads have."""
-    gl.inline_asm_elementwise(
-        "bar.sync $1, $2; mov.u32 $0, $1;", "=r,r,r", [number, threads], dtype=gl.int32, is_pure=False, pack=1
-    )
+    run_assembly("bar.sync $1, $2; mov.u32 $0, $1;", "=r,r,r", [number, threads])
 
 
 @gluon.jit
@@ -64,14 +66,7 @@ def change_kernels():
 
     That begins when all programs have come here and a multiprocessor has room, and then waits here for this one.
     """
-    gl.inline_asm_elementwise(
-        "griddepcontrol.wait; griddepcontrol.launch_dependents; mov.u32 $0, $1;",
-        "=r,r",
-        [0],  # For nothing: inline assembly must have a result.
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
+    run_assembly("griddepcontrol.wait; griddepcontrol.launch_dependents; mov.u32 $0, $1;", "=r,r", [0])
 
 
 @gluon.jit
@@ -80,6 +75,4 @@ def reduce_wait(PENDING: gl.constexpr):
 
     ``store_wait`` waits only until shared memory has been read.
     """
-    gl.inline_asm_elementwise(
-        "cp.async.bulk.wait_group $2; mov.u32 $0, $1;", "=r,r,n", [0, PENDING], dtype=gl.int32, is_pure=False, pack=1
-    )
+    run_assembly("cp.async.bulk.wait_group $2; mov.u32 $0, $1;", "=r,r,n", [0, PENDING])
