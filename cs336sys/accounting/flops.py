@@ -110,26 +110,22 @@ def attention_flops(
 ) -> int:
     """Count FLOPs of attention as the FlashAttention papers do (FlashAttention-2, section 4.1).
 
-    A window hides a half square of ``queries - window`` by ``keys - window``, which is not counted.
-
     Args:
         heads: of queries; how many of keys and values there are changes nothing.
-        window: of causal attention, how many keys a query sees at most, its own among them.
+        window: of causal attention, how many keys a query sees at most, its own among them; it hides a half square of
+            ``queries - window`` by ``keys - window``, which is not counted.
         aligned_at_end: the queries of causal attention are the last rows of a square of all keys.
         backward: add the backward pass, 2.5 times the forward; by itself it is the difference of both counts.
     """
 
     def count(queries: int, keys: int) -> int:
         """Count 2 FLOPs of ``Q K^T`` and of ``P V`` for each pair and number of a head; half of it if causal."""
-        pairs = queries * keys
-        if window is not None:
-            pairs -= max(0, queries - window) * max(0, keys - window)
+        pairs = queries * keys - (0 if window is None else max(0, queries - window) * max(0, keys - window))
         return batch * heads * head_dim * pairs * (2 if causal else 4)
 
-    forward = count(queries, keys)
-    if aligned_at_end:
-        earlier = max(0, keys - queries)
-        forward = count(keys, keys) - count(earlier, earlier)
+    rows = keys if aligned_at_end else queries
+    earlier = max(0, rows - queries)
+    forward = count(rows, keys) - count(earlier, earlier)
     return forward * 7 // 2 if backward else forward
 
 

@@ -70,13 +70,8 @@ PLAIN_ATTENTION = ("eager", "compiled", "model")  # The implementations of ``att
 
 
 def _varied(default: Any = MISSING, help: str = "", **description: Any) -> Any:
-    """Declare a setting of one operation, of which a sweep has several values and titles name each."""
-    return setting(default, help, **{"several": True, "in_titles": True, "minimum": 1} | description)
-
-
-def _optional(help: str, **description: Any) -> Any:
-    """Declare a setting that an operation may lack, of which a sweep has several values."""
-    return setting(None, help, **{"several": True, "minimum": 1} | description)
+    """Declare a setting of one operation, of which a sweep has several values; titles name each that it cannot lack."""
+    return setting(default, help, **{"several": True, "in_titles": default is not None, "minimum": 1} | description)
 
 
 @dataclass(frozen=True)
@@ -106,17 +101,16 @@ class AttentionWorkload(Configured):
     seed: int = same_setting(Workload, "seed")
     warmup_ms: float = setting(25.0, "Warm-up of each measurement.", minimum=0, header=None)
     repetition_ms: float = setting(100.0, "Duration of each measurement.", minimum=1, header=None)
-    kv_heads: int | None = _optional(
-        "Heads of keys and values, divisors of --num-heads.", shown_default="all", header="KV heads"
+    kv_heads: int | None = _varied(
+        None, "Heads of keys and values, divisors of --num-heads.", shown_default="all", header="KV heads"
     )
-    window: int | None = _optional(
+    window: int | None = _varied(
+        None,
         "Sliding window: the last keys that a query sees.",
         shown_default="all",
         needs=(Needs("causal", (True,), "counts keys back from the query's own, so it needs --causal"),),
     )
-    queries: int | None = _optional(
-        "Queries over --context keys, causal ones at their end: 1 in decoding.", shown_default="--context"
-    )
+    queries: int | None = _varied(None, "Queries, at the end of --context keys if causal.", shown_default="--context")
 
     def __post_init__(self) -> None:
         self.check_settings()
@@ -135,22 +129,21 @@ class AttentionWorkload(Configured):
         return self.context if self.queries is None else self.queries
 
     @property
-    def is_aligned_at_end(self) -> bool:
-        """Return whether query i is at the position of a later key: that of key i + context - queries."""
-        return self.causal and self.num_queries < self.context
+    def diagonal(self) -> int:
+        """Return the keys in front of the first query's position: 0 but for causal queries at the end of more keys."""
+        return self.context - self.num_queries if self.causal else 0
 
     @property
     def flops(self) -> dict[str, int]:
         """Return FLOPs by part as :func:`attention_flops` counts them."""
         shape = (self.batch_size, self.heads, self.num_queries, self.context, self.head_dim)
-        mask: dict[str, Any] = {"causal": self.causal, "window": self.window, "aligned_at_end": self.is_aligned_at_end}
+        mask: dict[str, Any] = {"causal": self.causal, "window": self.window, "aligned_at_end": self.diagonal > 0}
         forward, total = (attention_flops(*shape, backward=backward, **mask) for backward in (False, True))
         return {"forward": forward, "backward": total - forward, "end_to_end": total}
 
     def tflops(self, samples: Mapping[str, Samples]) -> dict[str, float]:
         """Return ``forward_tflops`` and so on: FLOPs of each part over the median of its times (ms)."""
-        flops = self.flops
-        return {f"{part}_tflops": flops[part] / times.median / 1e9 for part, times in samples.items()}
+        return {f"{part}_tflops": self.flops[part] / times.median / 1e9 for part, times in samples.items()}
 
 
 @dataclass(frozen=True)
@@ -199,7 +192,8 @@ class KernelWorkload(Configured):
         needs=(Needs("op", _WITH_HEADS, "only affects rope; add it to --op, or leave it out"),),
         is_required=True,
     )
-    vocab_size: int | None = _optional(
+    vocab_size: int | None = _varied(
+        None,
         "Vocabularies of linear-cross-entropy.",
         minimum=2,
         shown_default="151936, on a CPU 97",

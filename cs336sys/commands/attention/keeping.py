@@ -50,7 +50,7 @@ def keep_settings(workload: AttentionWorkload, device: torch.device, progress: P
     gpu = kept_settings.describe_gpu(device)
     if gpu is None:
         raise CapabilityError(f"--keep-settings needs kernels that run on a GPU, got {device.type}: leave it out")
-    options = AttentionOptions(workload.causal, window=workload.window, aligned_at_end=workload.is_aligned_at_end)
+    options = AttentionOptions(workload.causal, window=workload.window, aligned_at_end=workload.diagonal > 0)
     attention = partial(flash_attention, **mask_options(workload), implementation="triton")
     inputs = random_inputs(workload, device)
     (query, _), options = share_rows((inputs.query, inputs.grad_out), inputs.key, options)

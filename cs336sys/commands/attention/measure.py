@@ -137,14 +137,13 @@ def implementation(workload: AttentionWorkload, device: torch.device):
     if name in _SDPA_BACKENDS:
         if workload.window is not None:
             raise CapabilityError(f"implementation '{name}' has no sliding window: choose flex or fa4")
-        mask: dict[str, Any] = {"is_causal": workload.causal}
-        if workload.is_aligned_at_end:
-            if name == "sdpa-cudnn":  # It would be given the mask as a matrix of numbers to add.
-                raise CapabilityError(f"implementation '{name}' has no causal mask at the end: choose sdpa-flash")
-            mask = {"attn_mask": causal_lower_right(workload.num_queries, workload.context)}
+        mask = causal_lower_right(workload.num_queries, workload.context) if workload.diagonal else None
+        if mask is not None and name == "sdpa-cudnn":  # It would be given a matrix of numbers to add.
+            raise CapabilityError(f"implementation '{name}' has no causal mask at the end: choose sdpa-flash")
+        is_causal, grouped = workload.causal and mask is None, workload.key_heads != workload.heads
         with sdpa_kernel(_SDPA_BACKENDS[name]):
-            grouped = workload.key_heads != workload.heads
-            yield functools.partial(F.scaled_dot_product_attention, **mask, enable_gqa=grouped)
+            function = F.scaled_dot_product_attention
+            yield functools.partial(function, attn_mask=mask, is_causal=is_causal, enable_gqa=grouped)
     elif name in ("compiled", "flex"):
         with torch._functorch.config.patch(donated_buffer=False):
             compiled = functools.partial(torch.compile(plain_attention, dynamic=False), **mask_options(workload))
@@ -163,9 +162,8 @@ def implementation(workload: AttentionWorkload, device: torch.device):
 
 def mask_options(workload: AttentionWorkload) -> dict[str, Any]:
     """Return the arguments of :func:`flash_attention` that say which keys a query sees, those that are not default."""
-    options: dict[str, Any] = {"is_causal": workload.causal}
-    options |= {} if workload.window is None else {"window": workload.window}
-    return options | ({"causal_alignment": "end"} if workload.is_aligned_at_end else {})
+    options: dict[str, Any] = {} if workload.window is None else {"window": workload.window}
+    return {"is_causal": workload.causal} | options | ({"causal_alignment": "end"} if workload.diagonal else {})
 
 
 def _flex(workload: AttentionWorkload, device: torch.device) -> Attention:
@@ -174,9 +172,8 @@ def _flex(workload: AttentionWorkload, device: torch.device) -> Attention:
 
     if device.type != "cuda":
         raise CapabilityError("implementation 'flex' needs a CUDA GPU: its backward pass does not run on a CPU")
-    mask, lengths, window = None, (workload.num_queries, workload.context), workload.window
+    mask, lengths, window, diagonal = None, (workload.num_queries, workload.context), workload.window, workload.diagonal
     if workload.causal:
-        diagonal = workload.context - workload.num_queries
 
         def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
             # Without a window a single comparison, which torch's own examples compile.
@@ -213,7 +210,7 @@ def exact_results(inputs: Inputs, workload: AttentionWorkload) -> dict[str, Tens
             for start in range(0, workload.num_queries, _REFERENCE_ROWS):
                 rows = batch, head, slice(start, start + _REFERENCE_ROWS)
                 # Of the keys, those that any of these rows sees.
-                position = start + (workload.context - workload.num_queries if workload.is_aligned_at_end else 0)
+                position = start + workload.diagonal
                 first_key = 0 if workload.window is None else max(0, position + 1 - workload.window)
                 key_end = position + _REFERENCE_ROWS if workload.causal else None
                 keys = batch, head // heads_per_key_head, slice(first_key, key_end)
@@ -463,9 +460,7 @@ def _load_attention(workload: AttentionWorkload) -> Attention:
 def _least_attention_ms(workload: AttentionWorkload, device: torch.device, part: str) -> float:
     """Return the least ms that FLOPs and bytes take at the datasheet's peaks; 0 where these are not known."""
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    keys = workload.context
-    if workload.window is not None:  # Those that a query sees.
-        keys = min(keys, workload.num_queries + workload.window - 1)
+    keys = min(workload.context, workload.num_queries + (workload.window or workload.context) - 1)  # Those seen.
     rows = workload.batch_size * (workload.heads * workload.num_queries + workload.key_heads * keys)
     # Query and output, key and value, once each: no part moves less.
     moved_bytes = 2 * rows * workload.head_dim * ELEMENT_BYTES[workload.dtype]

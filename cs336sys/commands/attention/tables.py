@@ -234,8 +234,8 @@ def _shape_label(cell: Cell) -> str:
     shape = cell.configuration
     mask = "causal" if shape["causal"] else "full"
     label = f"{shape['batch_size']} x {shape['heads']} x S x {shape['head_dim']}, {shape['dtype']}, {mask}"
-    given = {"queries": "queries", "kv_heads": "KV heads", "window": "window"}
-    more = ", ".join(f"{name} {shape[field]}" for field, name in given.items() if shape.get(field) is not None)
+    names = {"queries": "queries", "kv_heads": "KV heads", "window": "window"}
+    more = ", ".join(f"{name} {shape[field]}" for field, name in names.items() if shape.get(field) is not None)
     return f"{label}\n{more}" if more else label
 
 

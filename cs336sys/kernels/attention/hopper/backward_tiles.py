@@ -297,16 +297,10 @@ def end_turn(turns, visit, is_visit, first_tile, shape, CONFIG: gl.constexpr):
 
 
 @gluon.jit
-def _end_of_keys(shape, CONFIG: gl.constexpr):
-    """Return where keys end that are numbered by :func:`query_at_key`."""
-    return shape.num_queries if CONFIG.shifted else shape.num_keys
-
-
-@gluon.jit
 def needs_mask(first_query, first_key, shape, CONFIG: gl.constexpr):
     """Return whether a query of a tile of at most 64 does not see one of 64 keys, which have their queries' numbers."""
     # Keys behind the last one end up in no dK or dV, but exp2 of their score 0 may be inf and would reach dQ.
-    masked = first_key + ROWS > _end_of_keys(shape, CONFIG)
+    masked = first_key + ROWS > query_at_key(shape.num_keys, shape, CONFIG)
     if CONFIG.mask >= CAUSAL:
         masked = masked or first_query < first_key + ROWS - 1
     if CONFIG.mask == WINDOW:
@@ -323,7 +317,7 @@ def masked_start(start, first_query, first_key, shape, CONFIG: gl.constexpr):
     """
     layout: gl.constexpr = start.type.layout
     keys = first_key + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
-    keys = gl.where(keys < _end_of_keys(shape, CONFIG), keys, NOBODY_SEES)
+    keys = gl.where(keys < query_at_key(shape.num_keys, shape, CONFIG), keys, NOBODY_SEES)
     if CONFIG.mask >= CAUSAL:
         queries = first_query + gl.arange(0, start.shape[1], gl.SliceLayout(0, layout))
         visible = keys[:, None] <= queries[None, :]
