@@ -109,6 +109,8 @@ def test_groups_of_sdpa_agree_with_the_reference_and_windows_are_unsupported():
         assert largest_error(workload("sdpa-flash", heads=4, kv_heads=2, queries=queries)) < TOLERANCES["fp32"]
     with pytest.raises(CapabilityError, match="'sdpa-flash' has no sliding window: choose flex or fa4"):
         largest_error(workload("sdpa-flash", window=9))
+    with pytest.raises(CapabilityError, match="'sdpa-cudnn' has no causal mask at the end: choose sdpa-flash"):
+        largest_error(workload("sdpa-cudnn", queries=20))
 
 
 def fake_flash_attn_4(monkeypatch, **expected):
