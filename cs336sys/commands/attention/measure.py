@@ -422,10 +422,10 @@ class UsersAttention(own_kernels.UsersProblem):
         # All heads where they are few, else one group: the heads that share a head of keys. Either way as many share.
         heads = workload.heads if workload.heads <= 4 else self._heads_per_key_head
         kv_heads = None if workload.kv_heads is None else max(1, heads * workload.key_heads // workload.heads)
-        # As many queries as keys also here: else they would stand at the end, which the user's function is not told.
-        queries = None if workload.num_queries == workload.context else workload.queries
-        lengths: dict[str, Any] = {"context": context, "queries": queries, "window": workload.window}
-        lengths = {name: None if length is None else min(length, context) for name, length in lengths.items()}
+        # As many queries as keys also here, or fewer: the user's function is told where they stand.
+        queries = None if workload.num_queries == workload.context else min(workload.num_queries, context // 2 + 1)
+        window = workload.window and min(workload.window, context)
+        lengths: dict[str, Any] = {"context": context, "queries": queries, "window": window}
         odd = replace(workload, batch_size=2, heads=heads, kv_heads=kv_heads, **lengths)
         # random_inputs() puts tokens before heads for fa4; nobody can prepare for a seed that was drawn just now.
         odd = replace(odd, seed=secrets.randbits(62), implementation="fa4" if is_strided else "")
