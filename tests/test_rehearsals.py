@@ -32,14 +32,14 @@ OPTION = {
 # Of an option of attn, of kernels and of ddp: the field, its place in help, and where it is used.
 FIELD = '    dummy: int = setting(7, "None.", minimum=0, several=True, header="dummies")\n'
 OPTION_OF_ATTN = {
-    "settings/operations.py": {"    kv_heads: int | None = _optional(": FIELD},
+    "settings/operations.py": {"    kv_heads: int | None = _varied(": FIELD},
     "commands/attn.py": {'"warmup", "steps", "plot"': '"dummy", '},
     "commands/attention/measure.py": {
         '        derived |= {"held_gib": None': '        derived["doubled"] = 2 * workload.dummy\n',
     },
 }
 OPTION_OF_KERNELS = {
-    "settings/operations.py": {"    vocab_size: int | None = _optional(": FIELD},
+    "settings/operations.py": {"    vocab_size: int | None = _varied(": FIELD},
     "commands/kernels/options.py": {'"head_dim", "vocab_size", *OPERATION_OPTIONS': '"dummy", '},
     "commands/kernels/measure.py": {
         '        derived["over_inputs_gib"]': '        derived["doubled"] = 2 * workload.dummy\n',

@@ -119,13 +119,13 @@ def attention_flops(
     """
 
     def count(queries: int, keys: int) -> int:
-        """Count 2 FLOPs of ``Q K^T`` and of ``P V`` for each pair and number of a head; half of it if causal."""
-        pairs = queries * keys - (0 if window is None else max(0, queries - window) * max(0, keys - window))
-        return batch * heads * head_dim * pairs * (2 if causal else 4)
+        """Count ``Q K^T`` and ``P V``: 2 FLOPs for each query, key and number of a head; half of it if causal."""
+        square = 4 * batch * heads * queries * keys * head_dim
+        if window is not None:
+            square -= 4 * batch * heads * max(0, queries - window) * max(0, keys - window) * head_dim
+        return square // 2 if causal else square
 
-    rows = keys if aligned_at_end else queries
-    earlier = max(0, rows - queries)
-    forward = count(rows, keys) - count(earlier, earlier)
+    forward = count(keys, keys) - count(keys - queries, keys - queries) if aligned_at_end else count(queries, keys)
     return forward * 7 // 2 if backward else forward
 
 
