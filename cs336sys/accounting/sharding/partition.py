@@ -8,6 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import SupportsFloat
 
 from cs336sys.errors import UsageError, choose_from
 
@@ -147,10 +148,9 @@ def own_part(length: int, rank: int, world_size: int) -> range:
 
 def check_bucket_size(bucket_size: float | str | None) -> None:
     """Refuse a size of buckets that is neither :data:`WHOLE_BLOCKS` nor a positive number of megabytes nor None."""
-    if isinstance(bucket_size, str) and bucket_size != WHOLE_BLOCKS:
-        raise UsageError(f"bucket size '{bucket_size}': choose '{WHOLE_BLOCKS}', or megabytes, or None for one bucket")
-    if isinstance(bucket_size, int | float) and not bucket_size > 0:
-        raise UsageError(f"bucket size {bucket_size} MB: must be positive, or None for one bucket")
+    is_positive = isinstance(bucket_size, SupportsFloat) and float(bucket_size) > 0
+    if not is_positive and bucket_size not in (WHOLE_BLOCKS, None):
+        raise UsageError(f"bucket size {bucket_size!r}: choose megabytes, '{WHOLE_BLOCKS}', or None for one bucket")
 
 
 def check_batch(batch_size: int, ranks: int, sharing: str = "ranks") -> None:

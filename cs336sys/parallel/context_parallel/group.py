@@ -59,14 +59,13 @@ class ContextGroup:
         self, split: SequenceSplit, group: dist.ProcessGroup | DeviceMesh | None = None, *, communicates: bool = True
     ):
         require_process_group("context parallelism")
+        if not isinstance(split, SequenceSplit):
+            raise UsageError(f"{split!r} is no split of a sequence over ranks: give a SequenceSplit")
         self.split = split
         self._group = process_group(group)
         self.rank, self.world_size = self._group.rank(), self._group.size()
         if split.world_size != self.world_size:
-            raise UsageError(
-                f"a sequence split over {split.world_size} ranks: the process group has {self.world_size}; choose "
-                "the same number"
-            )
+            raise UsageError(f"a split over {split.world_size} ranks: the group has {self.world_size}; choose as many")
         order = "zigzag" if split.is_zigzag else "in rank order"
         require_same_lines([f"sequences of {split.length} tokens {order}"], self._group)
         self._communicates = communicates

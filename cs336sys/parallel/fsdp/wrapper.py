@@ -6,7 +6,7 @@ Parameter Models" (2020), stage 3; Zhao et al., "PyTorch FSDP: Experiences on Sc
 """
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -92,7 +92,7 @@ class FSDP(StateDictOfSlices):
         prefetch: int = 1,
         keep_gathered: int = 0,
         gradient_dtype: torch.dtype | None = None,
-        unit_modules: Collection[nn.Module] | None = None,
+        unit_modules: Iterable[nn.Module] | None = None,
         initialize: Callable[[nn.Module], None] | None = None,
         device: torch.device | None = None,
         group: dist.ProcessGroup | DeviceMesh | None = None,
@@ -131,7 +131,10 @@ class FSDP(StateDictOfSlices):
         for name, count in {"prefetch": prefetch, "keep_gathered": keep_gathered}.items():
             if not (hasattr(count, "__index__") and count >= 0):  # numpy's are whole numbers, too.
                 raise UsageError(f"{name} {count}: must be a whole number, at least 0")
-        for part in unit_modules or ():
+        if not isinstance(unit_modules, Iterable | None):
+            raise UsageError(f"unit_modules {unit_modules!r}: must be modules in a list, or None")
+        self._unit_modules = None if unit_modules is None else list(unit_modules)  # A generator gives them once.
+        for part in self._unit_modules or ():
             if part not in set(module.modules()):
                 raise UsageError(f"unit_modules: {part!r} is not in the wrapped module; choose from its modules()")
         self.module = module
@@ -141,8 +144,7 @@ class FSDP(StateDictOfSlices):
         self._gradient_dtype = gradient_dtype
         self._compute_dtype = compute_dtype
         self._settings = f"FSDP with {compute_dtype=}, {prefetch=}, {keep_gathered=}, {gradient_dtype=}"
-        self._unit_modules = unit_modules
-        self._initialize, self._device = initialize, device
+        self._initialize, self._device = initialize, None if device is None else torch.device(device)
         self._runner = UnitRunner(prefetch, keep_gathered, self.group)
         self.units: tuple[ShardedUnit, ...] = ()
         self._plan = ShardingPlan(units=[], replicated=[])

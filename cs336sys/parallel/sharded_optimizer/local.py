@@ -273,6 +273,4 @@ def require_optimizer(optimizer_cls: Any) -> None:
     if not (isinstance(optimizer_cls, type) and issubclass(optimizer_cls, torch.optim.Optimizer)):
         raise UsageError(f"optimizer_cls {optimizer_cls}: must be a subclass of torch.optim.Optimizer")
     if issubclass(optimizer_cls, torch.optim.LBFGS):
-        raise UsageError(
-            f"{optimizer_cls.__name__} cannot be sharded: choose a class that updates each parameter by itself"
-        )
+        raise UsageError(f"{optimizer_cls.__name__} cannot be sharded: choose one that updates parameters one by one")

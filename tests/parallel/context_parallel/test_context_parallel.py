@@ -172,7 +172,7 @@ def test_impossible_setting_is_refused_on_every_rank():
     contiguous = ContextGroup(SequenceSplit(16, 2, is_zigzag=False))
     require_error(RingAttention, contiguous, PlainBlocks(), parts=["ring attention needs a zigzag split"])
     require_error(AllToAllAttention, ring.context, None, parts=["choose is_zigzag=False"])
-    message = "a sequence split over 3 ranks: the process group has 2; choose the same number"
+    message = "a split over 3 ranks: the group has 2; choose as many"
     require_error(ContextGroup, SequenceSplit(16, 3), parts=[message])
     require_error(ContextGroup, SequenceSplit(16 + rank, 2), parts=["16 tokens zigzag", "17 tokens zigzag"])
     inputs = [torch.ones(1, 4, 8, 8, requires_grad=True) for _ in range(3)]

@@ -148,7 +148,7 @@ def test_layout_that_differs_on_the_last_rank_is_named_on_every_rank(name):
 @on_ranks(1)
 def test_wrong_arguments_are_refused():
     for size in (0, -1.0, float("nan")):
-        message = f"bucket size {size} MB: must be positive, or None for one bucket"
+        message = f"bucket size {size}: choose megabytes, 'block', or None for one bucket"
         assert error_of(BucketedDDP, nn.Linear(2, 2), size) == ("UsageError", message)
     floats = "torch.float64, torch.float32, torch.bfloat16 or torch.float16"
     for dtype in (torch.int32, torch.complex64, torch.float8_e4m3fn, "bf16"):

@@ -251,6 +251,12 @@ def test_parameter_replaced_by_a_slice_is_refused_by_refresh_and_before_by_every
 
 
 @on_ranks(2)
+def test_unit_modules_may_come_from_a_generator():
+    pairs = nn.Sequential(*(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)) for _ in range(2)))
+    assert [unit.name for unit in FSDP(pairs, unit_modules=pairs.children()).units] == ["0", "1"]
+
+
+@on_ranks(2)
 def test_impossible_combination_is_refused_by_name():
     plain = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     sharded, sparse = FSDP(plain), FSDP(nn.Embedding(5, 3, sparse=True))
@@ -263,6 +269,7 @@ def test_impossible_combination_is_refused_by_name():
         (error_of(FSDP, nn.Linear(2, 2), prefetch=-1), "prefetch -1: must be a whole number, at least 0"),
         (error_of(FSDP, nn.Linear(2, 2), keep_gathered=0.5), "keep_gathered 0.5: must be a whole number, at least 0"),
         (error_of(FSDP, nn.Linear(2, 2), unit_modules=["0"]), "unit_modules: '0' is not in the wrapped module"),
+        (error_of(FSDP, nn.Linear(2, 2), unit_modules=5), "unit_modules 5: must be modules in a list, or None"),
         (
             error_of(FSDP, nn.Linear(2, 2), torch.int8),
             "compute_dtype torch.int8: choose torch.float64, ",

@@ -59,7 +59,7 @@ def test_arguments_that_torch_refuses_are_refused_in_its_words():
     message = error_of(ShardedOptimizer, members, torch.optim.Muon)[1]
     assert message.startswith("ranks differ in what they train: nothing on rank 0, ValueError: Muon only supports 2D")
     message = error_of(ShardedOptimizer, [parameter], torch.optim.LBFGS)[1]
-    assert message.startswith("LBFGS cannot be sharded: choose a class that updates each parameter by it")
+    assert message.startswith("LBFGS cannot be sharded: choose one that updates parameters one by one")
     message = "optimizer_cls AdamW: must be a subclass of torch.optim.Optimizer"
     assert error_of(ShardedOptimizer, [parameter], "AdamW") == ("UsageError", message)
 
