@@ -60,13 +60,13 @@ class FlashOptions(OperationOptions):
         """
         shapes: dict[str, Any] = {}
         if self.grid is not None:
-            for option in (*GRIDS[self.grid], "causal"):  # --grid itself may override the settings file's.
+            for option in (*GRIDS[self.grid], "causal", "queries"):  # --grid itself may override the settings file's.
                 if _overrides_grid(ctx, option):
                     name = "--causal and --full" if option == "causal" else f"--{option.replace('_', '-')}"
                     raise UsageError(f"--grid {self.grid}: has shapes of its own; leave it out, or {name}")
             # Grids have the names of options, workloads those of fields.
             shapes = {name.replace("num_heads", "heads"): values for name, values in GRIDS[self.grid].items()}
-            shapes["causal"] = True
+            shapes |= {"causal": True, "queries": [None]}
         names = [*self.implementation, *self.kernel]
         additions: dict[str, dict[str, Any]] = dict(self.codes)  # To the cells of an implementation, by its name.
         if self.keep_settings:

@@ -122,21 +122,20 @@ def report(
     plan = planned(problems, target)
     if folder is not None and not run and not write_up.dry_run:
         raise UsageError(f"--folder {folder}: is where --run saves; give --run, or results with --from")
+    source_names, failed_lines = [*write_up.source, *(files or [])], []
+    # Before an hour of measuring, find out which files cannot be read.
+    if (run or write_up.dry_run) and (unread := read_sources(source_files(source_names))[2]):
+        raise UsageError(next(iter(unread.values())))
     if write_up.dry_run:
         for option, value in {"output": output, "format": format}.items():
             if value is not None:
                 raise UsageError(f"--{option} {value}: --dry-run prints its plan; leave one of them out")
         emit([plan_table(plan, target)])
         return
-    source_names, failed_lines = [*write_up.source, *(files or [])], []
     if not run and not source_names:
         raise UsageError("give results with --from, or measure them with --run")
     if run:
         run_folder = folder or Path(f"report-{year}")
-        # Before an hour of measuring, find out which files cannot be read.
-        _, _, unread = read_sources(source_files(source_names))
-        if unread:
-            raise UsageError(next(iter(unread.values())))
         failed_lines = run_commands(plan, target, run_folder)  # Where none saves, the folder is no source.
         source_names = [*([str(run_folder)] if any(run_folder.glob("*.jsonl.gz")) else []), *source_names]
     is_complete = _write_up(source_files(source_names), problems, target, document_format, output)
