@@ -112,8 +112,7 @@ def attention_flops(
 
     Args:
         heads: of queries; how many of keys and values there are changes nothing.
-        window: of causal attention, how many keys a query sees at most, its own among them; it hides a half square of
-            ``queries - window`` by ``keys - window``, which is not counted.
+        window: of causal attention, how many keys a query sees, its own too; the half square that it hides is left out.
         aligned_at_end: the queries of causal attention are the last rows of a square of all keys.
         backward: add the backward pass, 2.5 times the forward; by itself it is the difference of both counts.
     """
@@ -125,7 +124,8 @@ def attention_flops(
             square -= 4 * batch * heads * max(0, queries - window) * max(0, keys - window) * head_dim
         return square // 2 if causal else square
 
-    forward = count(keys, keys) - count(keys - queries, keys - queries) if aligned_at_end else count(queries, keys)
+    earlier = max(0, keys - queries)  # Rows of the square that are before the queries.
+    forward = count(keys, keys) - count(earlier, earlier) if aligned_at_end else count(queries, keys)
     return forward * 7 // 2 if backward else forward
 
 

@@ -8,7 +8,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import SupportsFloat
 
 from cs336sys.errors import UsageError, choose_from
 
@@ -148,7 +147,7 @@ def own_part(length: int, rank: int, world_size: int) -> range:
 
 def check_bucket_size(bucket_size: float | str | None) -> None:
     """Refuse a size of buckets that is neither :data:`WHOLE_BLOCKS` nor a positive number of megabytes nor None."""
-    is_positive = isinstance(bucket_size, SupportsFloat) and float(bucket_size) > 0
+    is_positive = not isinstance(bucket_size, str | None) and hasattr(bucket_size, "__float__") and bucket_size > 0
     if not is_positive and bucket_size not in (WHOLE_BLOCKS, None):
         raise UsageError(f"bucket size {bucket_size!r}: choose megabytes, '{WHOLE_BLOCKS}', or None for one bucket")
 
