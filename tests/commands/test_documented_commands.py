@@ -34,6 +34,9 @@ RESULT_PAGES = tuple(f"docs/results/{path.name}" for path in sorted((REPOSITORY 
 # Shown as they were typed in their day: a baseline that was not measured was passed over, and a mode since removed.
 OF_EARLIER_VERSIONS = ("--baseline sdpa-flash --dtype fp32", "--mode bucketed,bucketed-step,torch")
 
+# Variables to which bash gives values of its own, whatever a page sets them to.
+SET_BY_BASH = {"GROUPS", "UID", "EUID", "PPID", "RANDOM", "SECONDS", "LINENO", "DIRSTACK"}
+
 # What stands for something that the reader fills in.
 PLACEHOLDER = re.compile(r"\.\.\.|[A-Z]{4,}|FILE")
 
@@ -66,6 +69,7 @@ def commands_of(page):
 def with_variables_put_in(block):
     """Replace ``$NAME`` by what the block sets it to."""
     for name, value in re.findall(r'^([A-Z]+)="([^"]*)"', block, flags=re.M):
+        assert name not in SET_BY_BASH, f"bash would not set {name}"
         block = block.replace(f"${name}", value)
     return block
 

@@ -1,6 +1,7 @@
 """What a command refuses before it starts anything: one sentence, in a second, with --dry-run as without."""
 
 import importlib.util
+import json
 import shlex
 from pathlib import Path
 from string import Template
@@ -155,11 +156,10 @@ def test_ranks_that_do_not_fit_one_cpu_are_said_before_they_are_tried(monkeypatc
     assert invoke(command, "--size", "10b").stderr == "error: measured\n"
 
 
-def test_a_grid_on_the_line_goes_before_shapes_of_a_settings_file(tmp_path, monkeypatch):
-    (tmp_path / "s.toml").write_text("[flash]\ncontext = 128\n")
-    monkeypatch.setattr("cs336sys.commands.flash.run_sweep", lambda *arguments: (_ for _ in ()).throw(StopIteration))
-    assert isinstance(
-        invoke("--config", tmp_path / "s.toml", "flash", "--grid", "board").exception, RuntimeError | StopIteration
-    )
+def test_a_grid_on_the_line_goes_before_shapes_of_a_settings_file(tmp_path):
+    (tmp_path / "s.toml").write_text("[flash]\ncontext = 128\nqueries = 64\n")
+    options = "--grid", "board", "--dry-run", "--format", "json"
+    (plan,) = json.loads(invoke("--config", tmp_path / "s.toml", "flash", *options).stdout)["tables"]
+    assert {(row["context"], row["queries"]) for row in plan["rows"]} == {(16384, None)}
     (tmp_path / "s.toml").write_text("[flash]\ncontext = 128\ngrid = 'board'\n")
     assert "--grid board: has shapes of its own" in invoke("--config", tmp_path / "s.toml", "flash").stderr

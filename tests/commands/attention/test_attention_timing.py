@@ -32,13 +32,13 @@ def workload(name="eager", context=48, head_dim=8, dtype="fp32", causal=True, he
 @pytest.mark.parametrize(
     "more",
     [
-        *(
-            {"causal": False, "queries": 21},
-            {"queries": 21},
-            {"queries": 1, "window": 9},
-            {"queries": 30, "window": 25},
-        ),
-        *({"heads": 4, "kv_heads": 2, "window": 7}, {"kv_heads": 1}, {"window": 30}),
+        {"causal": False, "queries": 21},
+        {"queries": 21},
+        {"queries": 1, "window": 9},
+        {"queries": 30, "window": 25},
+        {"heads": 4, "kv_heads": 2, "window": 7},
+        {"kv_heads": 1},
+        {"window": 30},
     ],
 )
 def test_reference_in_row_blocks_equals_the_whole_matrix(more, monkeypatch):

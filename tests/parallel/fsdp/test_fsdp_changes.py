@@ -290,6 +290,7 @@ def test_impossible_combination_is_refused_by_name():
     ):
         assert error[0] == "UsageError"
         assert error[1].startswith(beginning)
+    assert error_of(FSDP, nn.Linear(2, 2), device=torch.float16)[0] == "TypeError"  # It would convert the weights.
 
 
 @on_ranks(2)

@@ -66,7 +66,7 @@ def cut_all(
     whole item and what a piece takes besides its visits, in visits. ``least_pieces``: from 2 on all are cut.
     """
     whole_cost, piece_cost = costs
-    # Whole, the last is done at most the longest item's time after the mean program, before which pieces are not.
+    # Whole items end at most the longest one's time after the mean program, and pieces no sooner than that does.
     longest, work = whole_cost + max(num_visits, default=0), sum(whole_cost + num_visits[tile] for tile, _ in items)
     if least_pieces == 1 and 100 * num_programs * longest <= work:
         return len(items), 1
